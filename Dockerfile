@@ -15,8 +15,8 @@ COPY pyproject.toml scripts/requirements.py ./
 RUN for name in build-system worker; do \
     python3 requirements.py $name >$name.txt || exit 1; done \
   # These export traces, if their settings name a receiver.
-  && for name in gateway scheduler; do \
-    python3 requirements.py $name tracing >$name.txt || exit 1; done \
+  && python3 requirements.py gateway tracing >gateway.txt \
+  && python3 requirements.py scheduler tracing kubernetes >scheduler.txt \
   # Triton is for GPUs only, and larger than all other packages together.
   && grep -v ^triton worker.txt >worker-cpu.txt
 

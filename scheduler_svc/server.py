@@ -106,7 +106,7 @@ class Scheduler:
         address = settings.advertise or bound
         cluster = ClusterStore.at(settings.redis_url, settings.redis_password)
         membership = Membership(cluster, address, settings.lease_s)
-        addresses = WorkerAddresses(settings.worker_addresses, membership)
+        addresses = WorkerAddresses(settings.worker_addresses, membership, settings.api_server)
         directory = IdDirectory.at(settings.redis_url, settings.redis_password)
         self._process = Process(
             settings,

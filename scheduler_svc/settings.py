@@ -1,5 +1,6 @@
 """The scheduler's settings."""
 
+import os
 import re
 from pathlib import Path
 from typing import Literal, Self
@@ -15,6 +16,7 @@ from quire.service.tls import TLS
 from quire.service.tracing.settings import TracedServiceSettings
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.view import Policy, PreemptionMode
+from scheduler_svc.kubernetes.names import PREFIX, ApiServer, ServiceName
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
@@ -43,7 +45,9 @@ class SchedulerSettings(TracedServiceSettings):
     )
     workers: str = Field(
         description="Workers, separated by commas: host:port or unix:/path. A host name stands "
-        "for every address it resolves to, and is resolved every second."
+        "for every address it resolves to, and is resolved every second. "
+        "kubernetes:SERVICE[.NAMESPACE]:PORT stands for the pods of a Service, whose "
+        "EndpointSlices are watched (docs/kubernetes.md)."
     )
     worker_tls_ca: Path | None = Field(
         None,
@@ -174,6 +178,10 @@ class SchedulerSettings(TracedServiceSettings):
     @classmethod
     def _has_addresses(cls, value: str) -> str:
         for part in value.split(","):
+            if part.strip().startswith(PREFIX):
+                ServiceName.parse(part.strip())
+                ApiServer.of_pod(os.environ)
+                continue
             match = _ADDRESS.fullmatch(part.strip())
             if match is None or not 0 < int(match[1] or 1) < 2**16:
                 raise ValueError(f"{part.strip()!r} is neither host:port nor unix:/path")
@@ -222,6 +230,12 @@ class SchedulerSettings(TracedServiceSettings):
     @property
     def worker_addresses(self) -> tuple[str, ...]:
         return tuple(part.strip() for part in self.workers.split(","))
+
+    @property
+    def api_server(self) -> ApiServer | None:
+        """Kubernetes' API server; None if no worker is found by it."""
+        is_needed = any(name.startswith(PREFIX) for name in self.worker_addresses)
+        return ApiServer.of_pod(os.environ) if is_needed else None
 
 
 def _password_of(file: Path) -> str:

@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 requirements() {
   echo "${TORCH:-$(sed -n 's/^ARG PINNED_TORCH=//p' Dockerfile)}"
   echo wheel
-  for name in gateway scheduler tracing worker build-system; do
+  for name in gateway scheduler tracing kubernetes worker build-system; do
     # As in the CPU images, without Triton.
     "$python" scripts/requirements.py "$name" | grep -v ^triton
   done

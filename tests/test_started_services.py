@@ -100,7 +100,7 @@ async def test_the_scheduler_serves_without_torch(tmp_path: Path) -> None:
     flags = ["--redis-url", f"unix://{tmp_path / 'no-redis'}", "--workers", no_worker]
     async with _started("scheduler_svc", tmp_path, *flags):
         pass
-    assert _loaded(tmp_path) & (HEAVY | {"tokenizers", "gateway_svc"}) == set()
+    assert _loaded(tmp_path) & (HEAVY | {"tokenizers", "httpx2", "gateway_svc"}) == set()
     assert "scheduler_svc" in _loaded(tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from gateway_svc.settings import GatewaySettings
 from quire.service.health import READY
 from quire.service.settings import ServiceSettings
+from scheduler_svc.kubernetes.names import PREFIX
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -59,7 +60,6 @@ def check_privileges(objects: list[Object]) -> None:
     """No process has or gains a privilege, and only volumes can be written to."""
     for pod in pod_templates(objects):
         spec = pod["spec"]
-        assert spec["automountServiceAccountToken"] is False
         security = spec["securityContext"]
         assert security["runAsNonRoot"] is True
         assert security["runAsUser"] == security["fsGroup"] > 0
@@ -132,13 +132,38 @@ def check_ports(objects: list[Object]) -> None:
     assert variables_of(_container(objects, "gateway"))["QUIRE_GATEWAY_SCHEDULER"] == (
         f"quire-scheduler:{ports_of['scheduler']['grpc']}"
     )
-    assert variables_of(_container(objects, "scheduler"))["QUIRE_SCHEDULER_WORKERS"] == (
-        f"quire-worker:{ports_of['worker']['grpc']}"
-    )
+    workers = variables_of(_container(objects, "scheduler"))["QUIRE_SCHEDULER_WORKERS"]
+    assert workers.removeprefix(PREFIX) == f"quire-worker:{ports_of['worker']['grpc']}"
 
 
 def _container(objects: list[Object], name: str) -> Object:
     return next(container for service, _, container in _services(objects) if service == name)
+
+
+def check_tokens(objects: list[Object]) -> None:
+    """Schedulers that watch EndpointSlices may do so and nothing else; no other pod has a token of
+    the API server."""
+    bindings = _of_kind(objects, "RoleBinding")
+    roles = {role["metadata"]["name"]: role["rules"] for role in _of_kind(objects, "Role")}
+    accounts = {account["metadata"]["name"] for account in _of_kind(objects, "ServiceAccount")}
+    num_tokens = 0
+    for pod in pod_templates(objects):
+        workers = variables_of(container_of(pod)).get("QUIRE_SCHEDULER_WORKERS") or ""
+        asks = workers.startswith(PREFIX)
+        num_tokens += asks
+        assert pod["spec"]["automountServiceAccountToken"] is asks
+        if asks:
+            account = pod["spec"]["serviceAccountName"]
+            assert account in accounts
+            [binding] = bindings
+            [subject] = binding["subjects"]
+            # An API server refuses one without a namespace.
+            assert (subject["name"], "namespace" in subject) == (account, True)
+            rule = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+            assert roles[binding["roleRef"]["name"]] == [{**rule, "verbs": ["list", "watch"]}]
+        else:
+            assert "serviceAccountName" not in pod["spec"]
+    assert len(bindings) == len(roles) == len(accounts) == num_tokens
 
 
 def check_selectors(objects: list[Object]) -> None:
@@ -235,6 +260,7 @@ def _of_kind(objects: Iterable[Object], kind: str) -> list[Object]:
 
 CHECKS: Final[tuple[Check, ...]] = (
     check_privileges,
+    check_tokens,
     check_volumes,
     check_settings,
     check_ports,

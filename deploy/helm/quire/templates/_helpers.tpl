@@ -28,9 +28,12 @@ imagePullPolicy: {{ . }}
 {{- end }}
 {{- end }}
 
-{{- /* What every pod has. Arguments: root, user. */ -}}
+{{- /* What every pod has. Arguments: root, user; name of a ServiceAccount with a token, or "". */ -}}
 {{- define "quire.pod" -}}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ ne (index . 2) "" }}
+{{- with index . 2 }}
+serviceAccountName: {{ . }}
+{{- end }}
 enableServiceLinks: false
 {{- with (index . 0).Values.image.pullSecrets }}
 imagePullSecrets:

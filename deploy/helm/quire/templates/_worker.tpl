@@ -3,7 +3,7 @@
 {{- $role := index . 1 -}}
 {{- with index . 0 -}}
 {{- $values := .Values.worker -}}
-{{ include "quire.pod" (list . 10001) }}
+{{ include "quire.pod" (list . 10001 "") }}
 {{- with include "quire.nodes" $values }}
 {{ . }}
 {{- end }}
