@@ -100,8 +100,9 @@ class Membership:
         return self._listed
 
     def leader_of(self, shard: int) -> str:
-        """The address of the shard's leader; empty if it has none."""
-        return self._loads[shard].leader if shard in self._loads else ""
+        """The address of the shard's leader; if none runs, of the scheduler that should lead."""
+        leader = self._loads[shard].leader if shard in self._loads else ""
+        return leader if leader in self._members.values() else self.owner_address(shard)
 
     @property
     def map(self) -> ClusterMap:

@@ -37,7 +37,7 @@ class FrameHandler:
         self._engine = engine
         self._store = store
         self._lease = lease
-        self._orphans = Orphans(orphan_grace_s, self._cancel)
+        self._orphans = Orphans(orphan_grace_s, self._cancel, lambda: store.retry.unavailable_s)
         self._attachments = Attachments(engine, store, record_writer, self._orphans)
         self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
         self._take_moved: Callable[[], Awaitable[None]] = nothing_moved

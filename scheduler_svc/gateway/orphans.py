@@ -14,11 +14,22 @@ _MAX_ABANDONED_SEQUENCES = 64
 class Orphans:
     """Calls `cancel` for each orphan whose grace period has passed, and for the oldest of those
     whose client has disconnected while these have too many sequences: it is the least likely to be
-    resumed. Requests of lost gateways are not limited, as their clients resume elsewhere."""
+    resumed. Requests of lost gateways are not limited, as their clients resume elsewhere.
 
-    def __init__(self, grace_s: float, cancel: Callable[[Group], object]) -> None:
+    The time in which Redis is unavailable does not count: no client can resume then, and the others
+    make no progress.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        cancel: Callable[[Group], object],
+        unavailable_s: Callable[[], float],
+    ) -> None:
+        """`unavailable_s`: the time in which Redis was unavailable so far."""
         self._grace_s = grace_s
         self._cancel = cancel
+        self._unavailable_s = unavailable_s
         self._timers: dict[Group, asyncio.TimerHandle] = {}
         # Those whose client has disconnected, oldest first.
         self._abandoned: dict[Group, None] = {}
@@ -26,10 +37,7 @@ class Orphans:
     def add(self, group: Group, client_gone: bool) -> None:
         """Start a request's grace period. `client_gone`: only its client has disconnected."""
         self.remove(group)
-        loop = asyncio.get_running_loop()
-        self._timers[group] = loop.call_later(
-            self._grace_of(group, client_gone), self._expire, group
-        )
+        self._start(group, client_gone, self._grace_of(group, client_gone))
         if client_gone:
             group.is_abandoned = True
             self._abandoned[group] = None
@@ -63,6 +71,17 @@ class Orphans:
             self.remove(oldest)
             self._cancel(oldest)
 
-    def _expire(self, group: Group) -> None:
-        self.remove(group)
-        self._cancel(group)
+    def _start(self, group: Group, client_gone: bool, seconds: float) -> None:
+        self._timers[group] = asyncio.get_running_loop().call_later(
+            seconds, self._expire, group, client_gone, self._unavailable_s()
+        )
+
+    def _expire(self, group: Group, client_gone: bool, unavailable_s: float) -> None:
+        """Cancel the request, or wait as long again as Redis was unavailable since the timer was
+        started, when this was `unavailable_s`."""
+        lost_s = min(self._unavailable_s() - unavailable_s, self._grace_of(group, client_gone))
+        if lost_s > 0:
+            self._start(group, client_gone, lost_s)
+        else:
+            self.remove(group)
+            self._cancel(group)

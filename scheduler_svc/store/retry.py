@@ -25,6 +25,12 @@ class RedisRetry:
         self._num_waiting = 0
         # Since when calls wait, by the clock; None if no outage is logged.
         self._since: float | None = None
+        self._ended_s = 0.0
+
+    @property
+    def unavailable_s(self) -> float:
+        """The time in which calls have waited so far."""
+        return self._ended_s + (0.0 if self._since is None else self._clock() - self._since)
 
     async def __call__(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         """Repeat a call. It may be executed twice."""
@@ -39,7 +45,7 @@ class RedisRetry:
             self._num_waiting -= 1
             if not self._num_waiting:
                 # The last one may have been cancelled.
-                self._since = None
+                self._end()
 
     async def _repeat(self, call: Callable[[], Awaitable[_Reply]]) -> _Reply:
         while True:
@@ -64,6 +70,8 @@ class RedisRetry:
 
     def _log_end(self) -> None:
         if self._since is not None:
-            seconds = round(self._clock() - self._since, 1)
-            self._since = None
-            log.info("Redis is available again", seconds=seconds)
+            log.info("Redis is available again", seconds=round(self._clock() - self._since, 1))
+            self._end()
+
+    def _end(self) -> None:
+        self._ended_s, self._since = self.unavailable_s, None

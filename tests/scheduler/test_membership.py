@@ -355,10 +355,14 @@ async def test_an_owner_and_a_few_others_stand_by_for_a_shard(cluster: ScriptedC
         [owner] = [member for member in members if member.is_owner(shard)]
         assert owner.id == members[shard % 6].id
         assert owner in candidates
+    members[0].lead(0, lambda: ShardLoad("m0"))
+    await beat(*members)
+    assert {member.leader_of(0) for member in members} == {"m0"}
     # One of them is the owner of a shard whose owner has ended, and all find the same one.
     for member in members[1:]:
         member.mark_ended("m0")
     left = members[1:]
+    assert {member.leader_of(0) for member in left} == {left[0].owner_address(0)} != {"m0"}
     for shard in range(12):
         candidates = [member for member in left if member.is_candidate(shard)]
         [owner] = [member for member in left if member.is_owner(shard)]

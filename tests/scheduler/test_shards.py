@@ -191,7 +191,7 @@ async def test_a_scheduler_that_joins_gets_one_shard_after_another_and_is_named(
     for number in range(1, NUM_SHARDS // 2 + 1):
         await until(lambda: any(gateway.lost for gateway in left.values()), "a hand-over")
         [shard] = [given for given, gateway in left.items() if gateway.lost]
-        await until(lambda at=shard: membership.leader_of(at) == second.address, "the load")
+        await until(lambda at=shard: membership.loads[at].leader == second.address, "the load")
         # The first of them may have begun before.
         enough = num_decisions + 3
         await until(lambda at=enough: num_decisions >= at, "decisions")

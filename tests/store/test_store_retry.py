@@ -50,12 +50,15 @@ async def test_an_outage_is_logged_once_however_many_calls_wait(redis: Redis) ->
             await redis.fail()
             calls += waiting(redis, 3)
             await redis.fail()
+            before_s = redis.retry.unavailable_s
             redis.now_s += seconds
+            assert redis.retry.unavailable_s == before_s + seconds
             redis.is_away = False
             assert await asyncio.gather(*calls) == [7] * 6
         first, last = logs
         assert (first["event"], first["error"]) == ("waiting for Redis", "refused")
         assert (last["event"], last["seconds"]) == ("Redis is available again", seconds)
+    assert redis.retry.unavailable_s == 3.0
 
 
 async def test_an_outage_that_goes_on_for_other_calls_is_logged_again(redis: Redis) -> None:
