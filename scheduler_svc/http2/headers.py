@@ -1,9 +1,10 @@
 """Header blocks of HTTP/2, and what gRPC writes into them."""
 
 import base64
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote_to_bytes
 
 from grpc import StatusCode
 from hpack import Decoder
@@ -18,6 +19,8 @@ MAX_HEADERS_BYTES: Final = 2**16
 _MAX_BLOCK_BYTES: Final = 2**18
 # What a field counts besides its bytes.
 _FIELD_BYTES: Final = 32
+# Of a status message as it is sent: beyond 8 KiB of metadata, gRPC's clients refuse some responses.
+_MAX_MESSAGE_BYTES: Final = 4096
 # Characters of a status message that are not percent-encoded: printable ones without %.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -90,12 +93,21 @@ def pack_headers(stream: int, block: bytes, ends_stream: bool) -> bytes:
 def status_fields(
     code: StatusCode, message: str, metadata: Iterable[tuple[str, str | bytes]] = ()
 ) -> list[tuple[str, str]]:
-    """The fields of a call's status, with trailing metadata."""
+    """The fields of a call's status, with trailing metadata. A long message is cut."""
     fields = [("grpc-status", str(code.value[0]))]
     if message:
-        fields.append(("grpc-message", quote(message, safe=_PLAIN, errors="replace")))
+        fields.append(("grpc-message", _quoted(message)))
     for name, value in metadata:
         if isinstance(value, bytes):
             value = base64.b64encode(value).rstrip(b"=").decode()
         fields.append((name, value))
     return fields
+
+
+def _quoted(message: str) -> str:
+    quoted = quote(message, safe=_PLAIN, errors="replace")
+    if len(quoted) <= _MAX_MESSAGE_BYTES:
+        return quoted
+    # Neither within an escape nor within a character of several.
+    cut = re.sub("%.?$", "", quoted[:_MAX_MESSAGE_BYTES])
+    return quote(unquote_to_bytes(cut).decode(errors="ignore"), safe=_PLAIN)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import pytest
@@ -25,6 +26,7 @@ from quire.service.health import Health
 from quire.service.lifecycle import start_server
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, open_aio_channel
 from scheduler_svc.http2 import frames
+from scheduler_svc.http2.headers import status_fields
 from scheduler_svc.http2.server import Server
 
 SERVICE = "example.Service"
@@ -219,6 +221,13 @@ async def test_a_handler_that_fails_ends_its_call_alone() -> None:
         assert raised.value.code() is StatusCode.UNKNOWN
         await call.write(b"x")
         assert await call.read() == b"x"
+
+
+@pytest.mark.parametrize("message", ["€" * 20_000, "a" * 900 + "€" * 2000, "x" * 9000])
+def test_a_long_status_message_is_cut_to_what_clients_accept(message: str) -> None:
+    sent = dict(status_fields(StatusCode.UNKNOWN, message))["grpc-message"]
+    assert 4096 - 9 < len(sent) <= 4096
+    assert message.startswith(unquote(sent))
 
 
 async def test_an_unknown_method_is_refused() -> None:
