@@ -19,12 +19,12 @@ class WorkerAddresses:
     def __init__(
         self, names: tuple[str, ...], membership: Membership, api: ApiServer | None = None
     ) -> None:
-        """`api` is needed if a name is that of a Service of Kubernetes."""
+        """ValueError if a name is that of a Service of Kubernetes, and there is no `api`."""
         self._listeners: set[Callable[[], None]] = set()
         services = [name for name in names if name.startswith(PREFIX)]
         hosts = [name for name in names if name not in services]
         self._resolver = NameResolver(hosts, self._notify)
-        self._services = [] if api is None else _watched(services, api, self._notify)
+        self._services = _watched(services, api, self._notify) if services else []
         self._membership = membership
         self._map_version = membership.map.version
         membership.listen(self._on_heard)
@@ -76,8 +76,10 @@ class WorkerAddresses:
 
 
 def _watched(
-    names: Iterable[str], api: ApiServer, on_change: Callable[[], None]
+    names: Iterable[str], api: ApiServer | None, on_change: Callable[[], None]
 ) -> "list[EndpointSlices]":
+    if api is None:
+        raise ValueError("Services of Kubernetes need its API server")
     # Imported by name: its HTTP client is an extra.
     module = import_module("scheduler_svc.kubernetes.endpoint_slices")
     return [module.EndpointSlices(ServiceName.parse(name), api, on_change) for name in names]

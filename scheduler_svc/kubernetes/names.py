@@ -12,7 +12,7 @@ PREFIX: Final = "kubernetes:"
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LABEL: Final = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _NAME: Final = re.compile(
-    rf"kubernetes:(?P<service>{_LABEL})(\.(?P<namespace>{_LABEL}))?:(?P<port>[0-9]{{1,5}})"
+    rf"{PREFIX}(?P<service>{_LABEL})(\.(?P<namespace>{_LABEL}))?:(?P<port>[0-9]{{1,5}})"
 )
 
 

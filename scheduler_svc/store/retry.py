@@ -25,6 +25,7 @@ class RedisRetry:
         self._num_waiting = 0
         # Since when calls wait, by the clock; None if no outage is logged.
         self._since: float | None = None
+        # Of all outages that have ended.
         self._ended_s = 0.0
 
     @property
