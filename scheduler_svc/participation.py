@@ -36,6 +36,7 @@ class Participation:
         lease: Lease,
     ) -> None:
         self._lease = lease
+        self._epoch = store.leadership.epoch
         self._address = process.address
         self._membership = process.membership
         self._engine = engine
@@ -114,6 +115,7 @@ class Participation:
             num_waiting=len(engine.waiting),
             num_asks=self._tenants.num_asks,
             num_gateways=self._handler.num_gateways,
+            epoch=self._epoch,
         )
 
     async def _announce(self) -> None:

@@ -52,12 +52,15 @@ class ClusterMap:
         workers: Iterable[str],
         num_shards: int | None = None,
         leaders: Mapping[int, str] | None = None,
+        epochs: Mapping[int, int] | None = None,
     ) -> Self:
         """The map for these schedulers and workers: the same object if nothing changes. Shards stay
-        with their `leaders`, those of this map if absent, as far as these are not too many."""
+        with their `leaders`, those of this map if absent, as far as these are not too many. Of a
+        scheduler with too many, those with the highest `epochs` get another one."""
         num_shards = max(self.num_shards, num_shards or 0)
         shards = [str(shard) for shard in range(num_shards)]
-        owners = assign_owners(num_shards, members, self.owners if leaders is None else leaders)
+        present = self.owners if leaders is None else leaders
+        owners = assign_owners(num_shards, members, present, epochs)
         of_workers = spread(
             workers, shards, {address: str(shard) for address, shard in self.workers.items()}
         )
@@ -79,12 +82,16 @@ class ClusterMap:
 
 
 def assign_owners(
-    num_shards: int, members: Iterable[str], previous: Mapping[int, str]
+    num_shards: int,
+    members: Iterable[str],
+    previous: Mapping[int, str],
+    epochs: Mapping[int, int] | None = None,
 ) -> dict[int, str]:
     """By shard, the scheduler that should lead it; empty without schedulers."""
     owners = spread(
         map(str, range(num_shards)),
         sorted(members),
         {str(shard): owner for shard, owner in previous.items()},
+        {str(shard): epoch for shard, epoch in (epochs or {}).items()},
     )
     return {int(shard): owner for shard, owner in sorted(owners.items(), key=lambda x: int(x[0]))}

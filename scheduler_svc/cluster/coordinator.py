@@ -97,12 +97,14 @@ class Coordinator:
         async with self._lock:
             present = self._membership.map
             leaders = self._present_leaders(present)
+            loads = self._membership.loads
+            # What a scheduler has taken from one that ended goes to one that returns: the streams
+            # of its other shards have not paused, and need not.
+            epochs = {shard: load.epoch for shard, load in enumerate(loads)}
             planned = present.next(
-                self._joined_members(leaders), self._known_workers(), num_shards, leaders
+                self._joined_members(leaders), self._known_workers(), num_shards, leaders, epochs
             )
-            following = self._hand_overs.limit(
-                present, planned, self._leading(), self._membership.loads
-            )
+            following = self._hand_overs.limit(present, planned, self._leading(), loads)
             if following is present and self._must_offer_again(present, leaders):
                 following = replace(present, version=present.version + 1)
             if self._membership.is_map_lost and not present.version:

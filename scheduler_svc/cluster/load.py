@@ -25,6 +25,8 @@ class ShardLoad:
     num_asks: int = 0
     # Gateways that are connected to its leader.
     num_gateways: int = 0
+    # That of the leader's term: a higher one than that of another shard has begun later.
+    epoch: int = 0
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:

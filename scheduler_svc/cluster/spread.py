@@ -6,13 +6,18 @@ from hashlib import blake2b
 
 
 def spread(
-    items: Iterable[str], bins: Sequence[str], previous: Mapping[str, str]
+    items: Iterable[str],
+    bins: Sequence[str],
+    previous: Mapping[str, str],
+    arrivals: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
     """The bin of each item; empty without bins. The numbers of items of two bins differ by at most
     one. Items stay in their `previous` bins, except as many as have to move.
 
-    Where there is a choice, the item and the bin with the greatest weight are taken (rendezvous
-    hashing: Thaler and Ravishankar, 1998), so that the result does not depend on any order.
+    Those move that have come last into their bins: with the greatest of `arrivals`, 0 if absent.
+    Where there is still a choice, the item and the bin with the greatest weight are taken
+    (rendezvous hashing: Thaler and Ravishankar, 1998), so that the result does not depend on any
+    order.
     """
     if not bins:
         return {}
@@ -22,9 +27,10 @@ def spread(
         contents.get(previous.get(item, ""), unplaced).append(item)
     placed = {item: name for name, held in contents.items() for item in held}
     least, num_larger = divmod(len(placed) + len(unplaced), len(bins))
+    arrived = {item: (arrivals or {}).get(item, 0) for item in (*placed, *unplaced)}
     large = sorted(
         (name for name, held in contents.items() if len(held) > least),
-        key=lambda name: (-len(contents[name]), name),
+        key=lambda name: (-len(contents[name]), max(arrived[x] for x in contents[name]), name),
     )
     # By bin, how many items it gives.
     surplus = {
@@ -34,33 +40,34 @@ def spread(
     room = {name: least - len(held) for name, held in contents.items() if len(held) <= least}
     num_more = max(0, num_larger - len(large))
     movable = [item for name, count in surplus.items() if count for item in contents[name]]
-    return placed | dict(_best_pairs([*unplaced, *movable], room, num_more, surplus, placed))
+    candidates = {item: arrived[item] for item in (*unplaced, *movable)}
+    return placed | dict(_best_pairs(candidates, room, num_more, surplus, placed))
 
 
 def _best_pairs(
-    items: Iterable[str],
+    items: Mapping[str, int],
     room: dict[str, int],
     num_more: int,
     surplus: dict[str, int],
     placed: Mapping[str, str],
 ) -> Iterator[tuple[str, str]]:
-    """Yield items with their new bins by descending weight, until no bin has a surplus and none of
-    `items` is without a bin. Changes `room` and `surplus`.
+    """Yield items with their new bins by descending arrival and weight, until no bin has a surplus
+    and none of `items`, which have their arrivals, is without a bin. Changes `room` and `surplus`.
 
     Each item has one entry in the heap, which is corrected when its bin is full: a pass over all
     pairs for every move would hold the event loop for seconds with hundreds of workers and shards.
     """
 
-    def entry(item: str) -> tuple[int, str, str]:
+    def entry(item: str) -> tuple[int, int, str, str]:
         best, name = max((weight(item, name), name) for name in is_open)
-        return -best, item, name
+        return -items[item], -best, item, name
 
     is_open = {name for name, count in room.items() if count or num_more}
     left = sum(room.values()) + num_more
     heap = [entry(item) for item in items] if left else []
     heapq.heapify(heap)
     while left:
-        _, item, name = heapq.heappop(heap)
+        *_, item, name = heapq.heappop(heap)
         source = placed.get(item)
         if source is not None and not surplus[source]:
             continue

@@ -40,6 +40,31 @@ def test_items_are_spread_evenly_and_as_few_as_possible_move(items, bins, data) 
     assert stay == fitting
 
 
+@given(NAMES, NAMES.filter(bool), st.data())
+def test_those_that_came_last_into_a_bin_move(items, bins, data) -> None:
+    ordered = sorted(bins)
+    previous = {item: data.draw(st.sampled_from(ordered)) for item in sorted(items)}
+    arrivals = {item: data.draw(st.integers(0, 5)) for item in sorted(items)}
+    placed = spread(items, ordered, previous, arrivals)
+    assert is_even(placed, ordered)
+    for name in ordered:
+        held = [item for item in items if previous[item] == name]
+        moved = [arrivals[item] for item in held if placed[item] != name]
+        kept = [arrivals[item] for item in held if placed[item] == name]
+        assert not moved or not kept or min(moved) >= max(kept)
+    # As many move as without arrivals.
+    num_moved = sum(placed[item] != previous[item] for item in items)
+    without = spread(items, ordered, previous)
+    assert num_moved == sum(without[item] != previous[item] for item in items)
+
+
+def test_of_two_full_bins_the_one_that_was_filled_last_gives() -> None:
+    for first, last in ("ab", "ba"):
+        previous = {"0": first, "1": first, "2": last, "3": last}
+        arrivals = {"0": 1, "1": 2, "2": 1, "3": 3}
+        assert spread("0123", "abc", previous, arrivals) == {**previous, "3": "c"}
+
+
 def test_the_cost_of_spreading_grows_with_items_times_bins(monkeypatch) -> None:
     """The leader of shard 0 spreads hundreds of workers over new shards within a heartbeat."""
     num_weights = 0
@@ -81,6 +106,18 @@ def test_shards_stay_with_those_who_lead_them() -> None:
     alone = present.next(["a"], [])
     assert alone.owners == {0: "a", 1: "a"}
     assert sorted(alone.next(["a", "b"], []).owners.values()) == ["a", "b"]
+
+
+def test_schedulers_that_return_get_what_was_taken_over() -> None:
+    """Of three schedulers two end and return; the third one keeps its own shards."""
+    owners = {0: "a", 1: "a", 2: "b", 3: "c"}
+    epochs = {0: 10, 1: 11, 2: 12, 3: 13}
+    for survivor in "abc":
+        left = ClusterMap(1, 4, owners).next([survivor], [], epochs=epochs)
+        taken = {shard for shard, owner in owners.items() if owner != survivor}
+        later = epochs | {shard: 100 + shard for shard in taken}
+        back = left.next([survivor, "x", "y"], [], epochs=later)
+        assert {shard for shard in owners if back.owners[shard] != survivor} <= taken
 
 
 def test_a_worker_that_comes_moves_no_other() -> None:

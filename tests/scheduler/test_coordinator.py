@@ -169,6 +169,29 @@ async def test_shards_are_given_back_by_one_decision(
         assert written.map.version == planned
 
 
+async def test_a_scheduler_that_returns_gets_what_was_taken_over(cluster, written, leader) -> None:
+    """The coordinator's own shard was led before, whatever the ids."""
+    second = cluster.member("b")
+    epochs = {0: 10, 1: 30, 2: 11, 3: 31}
+    for shard, epoch in epochs.items():
+        leader.lead(shard, lambda epoch=epoch: ShardLoad("a", 1, 1, 3, 0, 0, 1, epoch))
+    cluster.set_map(ClusterMap(3, 4, dict.fromkeys(epochs, leader.id)))
+    await beat(second, leader)
+    decides = coordinator(leader, written)
+    for _ in range(round(JOIN_S / HEARTBEAT_S)):
+        await decides._update(None)
+        cluster.now_s += HEARTBEAT_S
+        await beat(second, leader)
+    await decides._update(None)
+    # One at a time.
+    assert written.map.owners == {0: leader.id, 1: second.id, 2: leader.id, 3: leader.id}
+    leader.stop_leading(1)
+    second.lead(1, lambda: ShardLoad("b", 1, 1, 3, 0, 0, 1, 40))
+    await beat(second, leader)
+    await decides._update(None)
+    assert written.map.owners == {0: leader.id, 1: second.id, 2: leader.id, 3: second.id}
+
+
 async def test_a_shard_that_its_owner_has_not_taken_is_offered_again(
     cluster, written, leader
 ) -> None:
