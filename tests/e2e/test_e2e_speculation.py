@@ -1,14 +1,17 @@
 """Speculative decoding over real services: what it saves, and that it changes nothing."""
 
 import asyncio
+import contextlib
 import os
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from waiting import until
 
 from quire import AsyncClient, SamplingParams, StructuredOutput
+from quire.client.errors import QuireError
 from quire.client.operations import Operations
+from quire.internal.v1.operations_pb2 import GetStatusResponse
 from quire.launcher.stack import LocalStack
 
 SETTINGS = {
@@ -61,33 +64,70 @@ def _numbered(cases: list[tuple[str, Any]]) -> list[tuple[str, int, Any]]:
     return [(prompt, seed, kind) for seed, (prompt, kind) in enumerate(cases)]
 
 
-def drafts_of(stack: LocalStack) -> tuple[int, int]:
-    """Proposed and accepted tokens of all workers."""
-    leader = stack.leader()
-    assert leader is not None
-    assert leader.address is not None
-    with Operations(leader.address) as operations:
-        workers = operations.status(False, 5).workers
-    return (
-        sum(sum(worker.num_draft_tokens) for worker in workers),
-        sum(sum(worker.num_accepted_tokens) for worker in workers),
-    )
+class Drafts:
+    """Proposed and accepted tokens of all workers. A leader counts them from zero in each term and
+    for each connection of a worker, both of which may end on a loaded machine: their increases are
+    added up while this context is open."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        self._stack = stack
+        self.num_drafts = self.num_accepted = 0
+        # The counters as last read, by epoch and incarnation.
+        self._last: dict[tuple[int, int], tuple[int, int]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._reading = asyncio.create_task(self._read_often())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        await self._read()
+
+    async def _read_often(self) -> None:
+        while True:
+            await self._read()
+            await asyncio.sleep(0.05)
+
+    async def _read(self) -> None:
+        leader = await asyncio.to_thread(self._stack.leader)
+        if leader is None or leader.address is None:
+            return
+        with contextlib.suppress(QuireError):
+            status = await asyncio.to_thread(_status_of, leader.address)
+            for worker in status.workers:
+                now = sum(worker.num_draft_tokens), sum(worker.num_accepted_tokens)
+                key = status.epoch, worker.incarnation
+                last = self._last.get(key, (0, 0))
+                if now < last:
+                    last = 0, 0
+                self._last[key] = now
+                self.num_drafts += now[0] - last[0]
+                self.num_accepted += now[1] - last[1]
+
+
+def _status_of(address: str) -> GetStatusResponse:
+    with Operations(address) as operations:
+        return operations.status(False, 5)
 
 
 async def test_speculation_changes_no_token_and_goes_on_after_a_death() -> None:
     with LocalStack("demo/model", settings=SETTINGS) as stack:
-        async with AsyncClient(stack.address) as client:
+        async with AsyncClient(stack.address) as client, Drafts(stack) as drafts:
             expected = await written(client)
-            assert drafts_of(stack) == (0, 0)
+    assert drafts.num_drafts == 0
     with LocalStack(
         "demo/model", num_workers=2, num_schedulers=2, settings=SPECULATING, restart=True
     ) as stack:
         async with AsyncClient(stack.address) as client:
-            assert await written(client) == expected
-            num_drafts, num_accepted = drafts_of(stack)
-            assert num_drafts >= num_accepted > 100
+            async with Drafts(stack) as drafts:
+                assert await written(client) == expected
+            assert drafts.num_drafts >= drafts.num_accepted > 100
             # Killed in the middle of the work: what is recovered goes on with the same tokens.
             again = asyncio.create_task(written(client))
-            await until(lambda: drafts_of(stack)[0] > num_drafts, "drafts of new requests")
+            async with drafts:
+                num_drafts = drafts.num_drafts
+                await until(lambda: drafts.num_drafts > num_drafts, "drafts of new requests")
             os.kill(stack.processes("worker")[0].pid, 9)
             assert await again == expected
