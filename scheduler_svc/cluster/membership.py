@@ -87,8 +87,7 @@ class Membership:
 
     @property
     def members(self) -> Mapping[str, str]:
-        """The addresses of the schedulers that run, by id; this one is among them until it
-        leaves."""
+        """The addresses of the schedulers that run, by id; without this one once it leaves."""
         return self._members
 
     @property
@@ -126,9 +125,8 @@ class Membership:
     @property
     def now_ms(self) -> int:
         """The time by Redis' clock; 0 before the first reading."""
-        if self._reading is None:
-            return 0
-        return self._reading.now_ms + round((self._clock() - self._read_at) * 1000)
+        passed_ms = round((self._clock() - self._read_at) * 1000)
+        return 0 if self._reading is None else self._reading.now_ms + passed_ms
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call this after each heartbeat, and when the map changes."""
@@ -196,14 +194,12 @@ class Membership:
 
     def is_led(self, shard: int) -> bool:
         """Whether the shard's leader has just been heard of, so that its lease need not be read."""
-        if self._reading is None or shard not in self._reading.loads:
+        load, reading = self._loads.get(shard), self._reading
+        if load is None or reading is None or shard not in reading.loads:
             return False
-        load = self._loads.get(shard)
-        return (
-            load is not None
-            and load.leader not in self._ended
-            and self.now_ms - self._reading.loads[shard].written_ms < LED_S * 1000
-        )
+        if load.leader in self._ended:
+            return False
+        return self.now_ms - reading.loads[shard].written_ms < LED_S * 1000
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
         """Whether the map, since this version, has given the shard to another scheduler, which
@@ -213,6 +209,10 @@ class Membership:
             return False
         heartbeat = self._reading.schedulers.get(owner) if self._reading is not None else None
         return heartbeat is not None and heartbeat.written_ms > self._map_since_ms
+
+    def has_ended(self, address: str, since_ms: int) -> bool:
+        """Whether the process that has run at this address since then is known to have ended."""
+        return since_ms <= self._ended.get(address, -1)
 
     def mark_ended(self, address: str) -> None:
         """The process at this address has ended: it counts no more, until it sends a heartbeat."""
@@ -278,8 +278,8 @@ class Membership:
         return reading
 
     def _own_loads(self) -> dict[int, ShardLoad]:
-        loads = {shard: read() for shard, read in self._read_loads.items()}
-        return {shard: load for shard, load in loads.items() if load is not None}
+        loads = ((shard, read()) for shard, read in self._read_loads.items())
+        return {shard: load for shard, load in loads if load is not None}
 
     def _take(self, reading: ClusterReading) -> None:
         if self._is_disturbed(reading):

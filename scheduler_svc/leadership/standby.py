@@ -62,6 +62,7 @@ class Standby:
         self._watch = LeaderWatch(peer_tls, self._on_lost)
         # It sleeps for longer, since it is not needed.
         self._is_looking = False
+        self._leader: StoredLeader | None = None  # as last read
         self._lost_leader: StoredLeader | None = None  # the one that has ended last
         # Set when another one has, or the lease has to be read, or may be acquired now.
         self._is_due = asyncio.Event()
@@ -114,6 +115,20 @@ class Standby:
         elif self._free_since is not None and self._membership.is_owner(self._shard):
             # The one that it was left to has ended, too.
             self._is_due.set()
+        elif self._is_known_to_have_ended:
+            self._is_due.set()
+
+    @property
+    def _is_known_to_have_ended(self) -> bool:
+        """Whether the leader that was last read has ended, which the standby of another shard has
+        noticed: this one may just have started, and not watch it yet."""
+        leader = self._leader
+        return (
+            leader is not None
+            and leader.holder != b""
+            and leader != self._lost_leader
+            and self._membership.has_ended(leader.address, leader.epoch)
+        )
 
     async def reacquire(self) -> Leadership | None:
         """Acquire the lease again after Redis lost writes; None if another scheduler leads."""
@@ -128,7 +143,9 @@ class Standby:
 
     async def _try_acquire(self) -> Leadership | None:
         try:
-            leader = await self._store.leader()
+            self._leader = leader = await self._store.leader()
+            if self._is_known_to_have_ended:
+                self._lost_leader, self._is_lost_since = leader, True
             if not self._is_free(leader):
                 self._free_since = None
             if self._has_seen_leader and (leader is None or self._has_lost_redis):

@@ -1,6 +1,7 @@
 """Which of the standbys takes a lease that is free: its owner at once, others after a while."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
@@ -22,9 +23,16 @@ LEASE_S = 3.0
 
 
 @pytest.fixture
-async def members() -> list[Membership]:
-    """The owner of the shard, and another scheduler."""
+def cluster() -> ScriptedCluster:
+    """With the time that Redis has."""
     cluster = ScriptedCluster()
+    cluster.now_s = time.time()
+    return cluster
+
+
+@pytest.fixture
+async def members(cluster: ScriptedCluster) -> list[Membership]:
+    """The owner of the shard, and another scheduler."""
     owner, other = cluster.member("unix:/owner"), cluster.member("unix:/other")
     cluster.set_map(ClusterMap(1, 4, {0: other.id, 1: other.id, 2: owner.id, SHARD: owner.id}))
     await beat(owner, other, owner)
@@ -180,6 +188,34 @@ async def test_a_lease_left_to_an_owner_that_ends_is_acquired_at_once(
     members[1].mark_ended("unix:/owner")
     async with asyncio.timeout(5):
         assert await acquiring is not None
+
+
+async def test_a_leader_is_lost_to_those_that_do_not_watch_it_yet(
+    standbys, cluster, members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner has started just now. By another shard it knows that the leader has ended."""
+    monkeypatch.setattr(standby_module, "TRY_INTERVAL_S", 60.0)
+    owner, other = standbys
+    await beat(cluster.member("unix:/leader"), *members)
+    assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
+    acquiring = asyncio.create_task(owner.acquire())
+    await until(lambda: owner.leader_address == "unix:/leader", "an attempt")
+    assert not owner.watches_leader
+    members[0].mark_ended("unix:/leader")
+    async with asyncio.timeout(5):
+        assert await acquiring is not None
+
+
+async def test_a_later_process_at_the_address_of_one_that_has_ended_leads(
+    standbys, cluster, members
+) -> None:
+    owner, other = standbys
+    cluster.now_s -= 1.0
+    await beat(cluster.member("unix:/leader"), *members)
+    members[0].mark_ended("unix:/leader")
+    assert members[0].has_ended("unix:/leader", cluster.now_ms)
+    assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
+    assert await owner._try_acquire() is None
 
 
 async def test_a_leader_that_ends_after_an_outage_is_not_waited_for(
