@@ -10,7 +10,8 @@ import structlog
 from quire.service.addresses import can_connect
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.hand_overs import HandOvers
-from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
+from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.store import Store

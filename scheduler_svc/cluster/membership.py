@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from scheduler_svc.cluster.cluster_map import ClusterMap, assign_owners
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S, Heartbeats
 from scheduler_svc.cluster.load import LoadCodec, ShardLoad
 from scheduler_svc.cluster.map_reader import MapReader
 from scheduler_svc.cluster.spread import weight
@@ -19,10 +20,6 @@ from scheduler_svc.ticks import until_tick
 
 log = structlog.get_logger()
 
-HEARTBEAT_S = 0.25
-# When Redis was away, or has lost what it had, the schedulers that were known count for so long
-# without a heartbeat: they all have to reach it again.
-RETURN_S = 2.0
 # A leader that has sent no heartbeat for this long may have lost its lease.
 LED_S = 1.0
 # Schedulers that stand by for a shard, besides its owner.
@@ -43,34 +40,25 @@ class Membership:
         expiry_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expiry_s`: time without a heartbeat after which a scheduler counts as ended."""
+        """`expiry_s`: as of `Heartbeats`."""
         self.id = secrets.token_hex(8)
         # Set once Redis was read, and has a map that can be used, or none yet.
         self.is_known = asyncio.Event()
         self._store = store
-        # Empty once it leaves.
-        self._address = address
         self._expiry_s = expiry_s
         self._clock = clock
-        # By id.
-        self._members: dict[str, str] = {self.id: address}
-        # By address, the time by Redis' clock at which a scheduler's process had ended.
-        self._ended: dict[str, int] = {}
-        # Until then absent schedulers count, by `clock`.
-        self._returned_by = 0.0
+        self._heartbeats = Heartbeats(self.id, address, expiry_s, clock)
         self._owners: Mapping[int, str] = {0: self.id}
         # By shard, `_candidates`, as long as neither the members nor the map change.
         self._known_candidates: dict[int, list[str]] = {}
         self._candidates_map = self._owners_map = ClusterMap()
+        self._candidates_members: Mapping[str, str] = {}
         self._owners_members: Mapping[str, str] = {}
         self._loads: Mapping[int, ShardLoad] = {}
         # `loads`, until the next reading.
         self._listed: list[ShardLoad] = []
         self._codec = LoadCodec()
         self._read_loads: dict[int, Callable[[], ShardLoad | None]] = {}
-        # The last one, and when it was taken, by `clock`.
-        self._reading: ClusterReading | None = None
-        self._read_at = 0.0
         self._maps = MapReader()
         # When it became the one in use, by `clock`.
         self._map_since = -math.inf
@@ -86,9 +74,14 @@ class Membership:
         self._wake = asyncio.Event()
 
     @property
+    def address(self) -> str:
+        """Where this scheduler is; empty once it leaves."""
+        return self._heartbeats.own_address
+
+    @property
     def members(self) -> Mapping[str, str]:
         """The addresses of the schedulers that run, by id; without this one once it leaves."""
-        return self._members
+        return self._heartbeats.members
 
     @property
     def loads(self) -> list[ShardLoad]:
@@ -101,7 +94,7 @@ class Membership:
     def leader_of(self, shard: int) -> str:
         """The address of the shard's leader; if none runs, of the scheduler that should lead."""
         leader = self._loads[shard].leader if shard in self._loads else ""
-        return leader if leader in self._members.values() else self.owner_address(shard)
+        return leader if leader in self.members.values() else self.owner_address(shard)
 
     @property
     def map(self) -> ClusterMap:
@@ -125,8 +118,7 @@ class Membership:
     @property
     def now_ms(self) -> int:
         """The time by Redis' clock; 0 before the first reading."""
-        passed_ms = round((self._clock() - self._read_at) * 1000)
-        return 0 if self._reading is None else self._reading.now_ms + passed_ms
+        return self._heartbeats.now_ms
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call this after each heartbeat, and when the map changes."""
@@ -154,14 +146,14 @@ class Membership:
 
     def owner_address(self, shard: int) -> str:
         """The address of the scheduler that should lead the shard; empty if there is none."""
-        return self._members.get(self.owner_of(shard), "")
+        return self.members.get(self.owner_of(shard), "")
 
     def owner_of(self, shard: int) -> str:
         """The id of the scheduler that should lead the shard, given which schedulers run; empty if
         there is none. If the one in the map has ended, it is one of those that stand by for the
         shard. All find the same one without asking each other."""
         named = self.map.owners.get(shard, "")
-        if named in self._members:
+        if named in self.members:
             return named
         candidates, owner = self._candidates(shard), self._owners.get(shard, "")
         if owner and owner not in candidates:
@@ -175,59 +167,52 @@ class Membership:
     def _candidates(self, shard: int) -> list[str]:
         """The scheduler that should lead the shard by the map, while it runs, and `NUM_STANDBYS`
         others: the cost of standing by does not grow with the number of schedulers."""
-        if self._candidates_map is not self.map:
-            self._candidates_map = self.map
+        members = self.members
+        if self._candidates_map is not self.map or self._candidates_members is not members:
+            self._candidates_map, self._candidates_members = self.map, members
             self._known_candidates.clear()
         if (known := self._known_candidates.get(shard)) is not None:
             return known
         named = self.map.owners.get(shard)
         others = sorted(
-            (name for name in self._members if name != named),
+            (name for name in members if name != named),
             key=lambda name: weight(str(shard), name),
             reverse=True,
         )
         found = others[:NUM_STANDBYS]
-        if named is not None and named in self._members:
+        if named is not None and named in members:
             found.insert(0, named)
         self._known_candidates[shard] = found
         return found
 
     def is_led(self, shard: int) -> bool:
         """Whether the shard's leader has just been heard of, so that its lease need not be read."""
-        load, reading = self._loads.get(shard), self._reading
-        if load is None or reading is None or shard not in reading.loads:
+        load, age_ms = self._loads.get(shard), self._heartbeats.load_age_ms(shard)
+        if load is None or age_ms is None or self._heartbeats.has_ended(load.leader):
             return False
-        if load.leader in self._ended:
-            return False
-        return self.now_ms - reading.loads[shard].written_ms < LED_S * 1000
+        return age_ms < LED_S * 1000
 
     def should_hand_over(self, shard: int, led_since: int) -> bool:
         """Whether the map, since this version, has given the shard to another scheduler, which
         runs, and has sent a heartbeat since: it has read this map, and takes the shard at once."""
         owner = self.map.owners.get(shard, self.id)
-        if self.map.version <= led_since or owner == self.id or owner not in self._members:
+        if self.map.version <= led_since or owner == self.id or owner not in self.members:
             return False
-        heartbeat = self._reading.schedulers.get(owner) if self._reading is not None else None
-        return heartbeat is not None and heartbeat.written_ms > self._map_since_ms
+        return self._heartbeats.has_sent_since(owner, self._map_since_ms)
 
     def has_ended(self, address: str, since_ms: int) -> bool:
         """Whether the process that has run at this address since then is known to have ended."""
-        return since_ms <= self._ended.get(address, -1)
+        return self._heartbeats.has_ended(address, since_ms)
 
     def mark_ended(self, address: str) -> None:
         """The process at this address has ended: it counts no more, until it sends a heartbeat."""
-        if self._reading is not None:
-            # Its last one may be younger than the reading, or still be on its way to Redis.
-            self._ended[address] = self.now_ms + round(HEARTBEAT_S * 1000)
-            self._find_members(self._reading)
+        if self._heartbeats.mark_ended(address):
             self._notify()
 
     def leave(self) -> None:
         """This scheduler drains: the others may take its shards as it gives them up."""
-        self._address = ""
         self._wake.set()
-        if self._reading is not None:
-            self._find_members(self._reading)
+        if self._heartbeats.leave():
             self._notify()
 
     def set_map(self, following: ClusterMap, written_ms: int) -> None:
@@ -254,7 +239,7 @@ class Membership:
         try:
             while True:
                 try:
-                    self._take(await self._beat(self._address))
+                    self._take(await self._beat(self.address))
                     self._why_silent = None
                 except StoreError as error:
                     if str(error) != self._why_silent:
@@ -282,11 +267,8 @@ class Membership:
         return {shard: load for shard, load in loads if load is not None}
 
     def _take(self, reading: ClusterReading) -> None:
-        if self._is_disturbed(reading):
-            self._returned_by = self._clock() + RETURN_S
-        self._reading, self._read_at = reading, self._clock()
-        self._find_members(reading)
-        oldest_ms = reading.now_ms - self._expiry_s * 1000
+        self._heartbeats.take(reading)
+        oldest_ms = self._heartbeats.oldest_ms
         self._loads = {
             shard: self._codec.parse(shard, timed.value)
             for shard, timed in reading.loads.items()
@@ -303,48 +285,9 @@ class Membership:
             self.is_known.set()
         self._notify()
 
-    def _is_disturbed(self, reading: ClusterReading) -> bool:
-        """Whether since the last reading Redis was away, has lost writes, or has got another time:
-        a scheduler that is absent may have had no time for a heartbeat."""
-        if self._reading is None:
-            return False
-        half_ms = self._expiry_s * 1000 / 2
-        has_lost_writes = any(
-            name not in reading.schedulers and reading.now_ms - timed.written_ms < half_ms
-            for name, timed in self._reading.schedulers.items()
-        )
-        return has_lost_writes or abs(reading.now_ms - self._reading.now_ms) > half_ms
-
-    def _find_members(self, reading: ClusterReading) -> None:
-        known = {
-            name: (timed.value.decode(), timed.written_ms)
-            for name, timed in reading.schedulers.items()
-        }
-        if self._clock() < self._returned_by:
-            kept = {name: (address, reading.now_ms) for name, address in self._members.items()}
-            known = {**kept, **known}
-        known.pop(self.id, None)
-        self._ended = {
-            address: ended_ms
-            for address, ended_ms in self._ended.items()
-            # By another clock, it would hold for too long.
-            if ended_ms - reading.now_ms < self._expiry_s * 1000
-            and any(address == other and at <= ended_ms for other, at in known.values())
-        }
-        members = {
-            name: address
-            for name, (address, at) in known.items()
-            if address and at > self._ended.get(address, 0)
-        }
-        if self._address:
-            members[self.id] = self._address
-        if members != self._members:
-            self._members = members
-            self._known_candidates.clear()
-
     def _notify(self) -> None:
-        if self._owners_members is not self._members or self._owners_map is not self.map:
-            self._owners_members, self._owners_map = self._members, self.map
-            self._owners = assign_owners(self.map.num_shards, self._members, self.map.owners)
+        if self._owners_members is not self.members or self._owners_map is not self.map:
+            self._owners_members, self._owners_map = self.members, self.map
+            self._owners = assign_owners(self.map.num_shards, self.members, self.map.owners)
         for listener in list(self._listeners):
             listener()

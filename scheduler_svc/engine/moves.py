@@ -10,7 +10,8 @@ from dataclasses import replace
 import structlog
 
 from scheduler_svc.cluster.balance import moves
-from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
+from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine

@@ -11,8 +11,9 @@ from scheduler_svc.cluster import coordinator as coordinator_module
 from scheduler_svc.cluster import membership as membership_module
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.coordinator import JOIN_S, KEEP_WORKER_S, OFFER_AGAIN_S, Coordinator
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
 from scheduler_svc.cluster.load import ShardLoad
-from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.store.cluster import Timed
 from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
@@ -76,7 +77,7 @@ async def test_a_scheduler_that_takes_over_just_after_its_start_keeps_the_shards
     cluster.set_map(ClusterMap(3, 4, owners))
     for shard, owner in owners.items():
         member = leader if owner == leader.id else second
-        member.lead(shard, lambda member=member: ShardLoad(member._address, 1, 1, 3))
+        member.lead(shard, lambda member=member: ShardLoad(member.address, 1, 1, 3))
     await beat(second, leader)
     decides = coordinator(leader, written)
     third = cluster.member("c")
@@ -145,7 +146,7 @@ async def test_shards_are_given_back_by_one_decision(
     members = [cluster.member(f"host-{number}") for number in range(3)]
     leaders = dict.fromkeys(range(4), members[0]) | dict.fromkeys(range(4, 7), members[1])
     for shard, member in leaders.items():
-        member.lead(shard, lambda member=member: ShardLoad(member._address))
+        member.lead(shard, lambda member=member: ShardLoad(member.address))
     cluster.set_map(ClusterMap(3, 7, {shard: member.id for shard, member in leaders.items()}))
     await beat(*members, *members)
     decides = coordinator(members[0], written)
@@ -159,7 +160,7 @@ async def test_shards_are_given_back_by_one_decision(
     assert len(given) == 2
     for shard in sorted(given, reverse=bool(first)):
         leaders[shard].stop_leading(shard)
-        members[2].lead(shard, lambda: ShardLoad(members[2]._address))
+        members[2].lead(shard, lambda: ShardLoad(members[2].address))
         cluster.now_s += HEARTBEAT_S
         await beat(*members, *members)
         if shard == 0:

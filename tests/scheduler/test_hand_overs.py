@@ -9,8 +9,9 @@ from scripted_cluster import ScriptedCluster, Written, beat, coordinator
 from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.coordinator import JOIN_S, OFFER_AGAIN_S, Coordinator
 from scheduler_svc.cluster.hand_overs import MAX_HAND_OVER_S
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
 from scheduler_svc.cluster.load import ShardLoad
-from scheduler_svc.cluster.membership import HEARTBEAT_S, Membership
+from scheduler_svc.cluster.membership import Membership
 
 NUM_SHARDS = 6
 BUSY = ShardLoad(num_workers=1, num_live=3, num_gateways=2)
@@ -63,7 +64,7 @@ class Cluster:
         if shard in self.leaders:
             self.leaders[shard].stop_leading(shard)
         self.leaders[shard] = member
-        member.lead(shard, lambda: replace(self.load[shard], leader=member._address))
+        member.lead(shard, lambda: replace(self.load[shard], leader=member.address))
 
     def take_given(self) -> set[int]:
         """Each shard that is given to another scheduler is led by it now; return these shards."""
@@ -84,7 +85,7 @@ class Cluster:
         """A scheduler's process ends, and the others know."""
         self.members.remove(member)
         for other in self.members:
-            other.mark_ended(member._address)
+            other.mark_ended(member.address)
 
     def kill(self, member: Membership) -> None:
         """A scheduler's process ends. Those that are left lead its shards at once."""

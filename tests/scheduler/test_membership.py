@@ -11,14 +11,9 @@ from waiting import until
 
 from scheduler_svc.cluster import membership as membership_module
 from scheduler_svc.cluster.cluster_map import MAX_SHARDS, ClusterMap
+from scheduler_svc.cluster.heartbeats import HEARTBEAT_S, RETURN_S
 from scheduler_svc.cluster.load import ShardLoad
-from scheduler_svc.cluster.membership import (
-    HEARTBEAT_S,
-    LED_S,
-    NUM_STANDBYS,
-    RETURN_S,
-    Membership,
-)
+from scheduler_svc.cluster.membership import LED_S, NUM_STANDBYS, Membership
 from scheduler_svc.store.cluster import Timed
 from scheduler_svc.store.errors import StoreUnavailable
 
@@ -297,7 +292,7 @@ async def test_a_heartbeat_that_redis_got_before_the_map_proves_nothing(cluster,
     await beat(first)
     cluster.now_s += 0.01
     await beat(second)
-    reading = await first._beat(first._address)
+    reading = await first._beat(first.address)
     cluster.now_s += 0.01
     following = ClusterMap(5, 2, {0: first.id, 1: second.id})
     cluster.set_map(following)
@@ -329,11 +324,13 @@ async def test_the_map_names_the_owner_while_it_runs_however_uneven_it_is(cluste
     assert [third.owner_of(shard) for shard in range(6)] == owners
 
 
-async def test_a_scheduler_that_leaves_names_the_owners_that_the_others_find(cluster) -> None:
+async def test_a_scheduler_that_leaves_names_the_owners_that_the_others_find(
+    cluster, monkeypatch
+) -> None:
+    # Ids of which the first candidates are not spread evenly.
+    ids = iter(["i0", "i1", "i2"])
+    monkeypatch.setattr(membership_module.secrets, "token_hex", lambda size: next(ids))
     members = [cluster.member(address) for address in "abc"]
-    for number, member in enumerate(members):
-        # Ids of which the first candidates are not spread evenly.
-        member.id = f"i{number}"
     cluster.set_map(ClusterMap(1, 6, {shard: f"i{shard % 3}" for shard in range(6)}))
     await beat(*members, *members)
     first, *others = members

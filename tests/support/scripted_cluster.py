@@ -49,7 +49,7 @@ class ScriptedCluster:
 async def beat(*members: Membership) -> None:
     """A heartbeat of each member, in this order."""
     for member in members:
-        member._take(await member._beat(member._address))
+        member._take(await member._beat(member.address))
 
 
 class Written:
