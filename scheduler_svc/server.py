@@ -15,6 +15,7 @@ from quire.internal.v1 import (
 )
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
 from quire.service.tracing.spans import SpanExporter
@@ -23,7 +24,6 @@ from scheduler_svc.cluster.worker_addresses import WorkerAddresses
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.gateway.servicer import SchedulerServicer
-from scheduler_svc.http2.server import Server
 from scheduler_svc.leadership.servicer import LeadershipServicer
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.servicer import LedShard, OperationsServicer

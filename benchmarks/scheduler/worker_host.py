@@ -6,7 +6,7 @@ They run in one process, each with its own server and device thread. MODEL is a 
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import grpc
 
 from benchmarks.scheduler import control
 from quire.internal.v1 import worker_pb2_grpc
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
+from quire.service.http2.server import Server
 from worker_svc.runner.device_thread import DeviceThread
 from worker_svc.service.servicer import WorkerServicer
 from worker_svc.sim.runner import SimModel, SimRunner
@@ -41,7 +42,7 @@ class WorkerHost:
         return [str(error) for runner in self.runners for error in runner.kv_checker.violations]
 
 
-class Traffic(grpc.aio.ServerInterceptor):
+class Traffic:
     """Counts the messages of streams and their bytes, headers excluded."""
 
     def __init__(self) -> None:
@@ -50,12 +51,8 @@ class Traffic(grpc.aio.ServerInterceptor):
     def counts(self) -> dict[str, int]:
         return self._counts
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler = await continuation(details)
+    def counted(self, handler: Any) -> Any:
+        """A handler of the same method whose messages are counted."""
         if handler is None or handler.stream_stream is None:
             return handler
         return grpc.stream_stream_rpc_method_handler(
@@ -68,6 +65,32 @@ class Traffic(grpc.aio.ServerInterceptor):
         self._counts[kind] += 1
         self._counts[f"{kind}_bytes"] += len(data)
         return data
+
+
+class _Counted(grpc.GenericRpcHandler):
+    """Handlers whose messages are counted."""
+
+    def __init__(self, handlers: grpc.GenericRpcHandler, traffic: Traffic) -> None:
+        self._handlers = handlers
+        self._traffic = traffic
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        return self._traffic.counted(self._handlers.service(handler_call_details))
+
+
+class _CountingServer(Server):
+    """A worker's server whose traffic is counted."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__(INTERNAL_MESSAGE_BYTES)
+        self._traffic = traffic
+
+    def add_generic_rpc_handlers(
+        self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
+    ) -> None:
+        super().add_generic_rpc_handlers(
+            _Counted(handlers, self._traffic) for handlers in generic_rpc_handlers
+        )
 
 
 async def _main(path: Path, model: SimModel, sockets: list[str]) -> None:
@@ -85,7 +108,7 @@ async def _main(path: Path, model: SimModel, sockets: list[str]) -> None:
 async def _serve(runner: SimRunner, address: str, traffic: Traffic) -> grpc.aio.Server:
     servicer = WorkerServicer(DeviceThread())
     servicer.serve(loaded_runner(runner))
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES), interceptors=[traffic])
+    server = _CountingServer(traffic)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     server.add_insecure_port(address)
     await server.start()

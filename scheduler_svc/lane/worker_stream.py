@@ -12,10 +12,10 @@ import grpc
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.http2.call import CallEnded, StreamCall
+from quire.service.http2.connect import authority, connect
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, TLSError, open_aio_channel
-from scheduler_svc.http2.call import CallEnded, StreamCall
-from scheduler_svc.http2.connect import authority, connect
 from scheduler_svc.ticks import sleep_ticks
 
 _EXECUTE = "/quire.internal.v1.WorkerService/Execute"

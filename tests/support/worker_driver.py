@@ -14,7 +14,8 @@ from host_device import HostCapturer, pipelined
 from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options, server_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.http2.server import Server
 from quire.service.protocol_version import PROTOCOL_VERSION
 from worker_svc.plan.plans import plan_from_proto
 from worker_svc.runner.device_thread import DeviceThread
@@ -68,7 +69,7 @@ async def served(
     servicer = WorkerServicer(thread, on_device_lost)
     if loaded is not None:
         servicer.serve(loaded)
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    server = Server(INTERNAL_MESSAGE_BYTES)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -14,10 +14,10 @@ from typing import Any, Final, cast
 import grpc
 import structlog
 
+from quire.service.http2.listening import bind
+from quire.service.http2.server_call import Handler
+from quire.service.http2.server_connection import ServerConnection
 from quire.service.tls import ServerCertificates
-from scheduler_svc.http2.listening import bind
-from scheduler_svc.http2.server_call import Handler
-from scheduler_svc.http2.server_connection import ServerConnection
 
 log = structlog.get_logger()
 

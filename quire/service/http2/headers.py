@@ -10,8 +10,8 @@ from grpc import StatusCode
 from hpack import Decoder
 from hpack.exceptions import HPACKError
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame, ProtocolError
+from quire.service.http2 import frames
+from quire.service.http2.frames import Frame, ProtocolError
 
 # Of the headers of a call, counted as HTTP/2 does. Metadata of gRPC has 8 KiB at most by default.
 MAX_HEADERS_BYTES: Final = 2**16

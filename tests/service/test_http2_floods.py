@@ -8,11 +8,11 @@ import grpc
 import pytest
 from http2_peer import Peer, data
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.messages import PREFIX, pack_message
-from scheduler_svc.http2.server_call import INITIAL_WINDOW
+from quire.service.http2 import frames
+from quire.service.http2.messages import PREFIX, pack_message
+from quire.service.http2.server_call import INITIAL_WINDOW
 
-_CONNECTION = "scheduler_svc.http2.server_connection"
+_CONNECTION = "quire.service.http2.server_connection"
 pytestmark = pytest.mark.usefixtures("long_slices")
 _PING = frames.pack_frame(frames.PING, 0, 0, bytes(8))
 

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.http2 import frames
+from quire.service.http2.call import CallEnded, StreamCall
+from quire.service.http2.connect import authority, connect
+from quire.service.http2.frames import Frame, FrameReader, ProtocolError
+from quire.service.http2.messages import MessageReader, pack_message
 from quire.service.tls import TLS, ServerCertificates, ServerTLS
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.call import CallEnded, StreamCall
-from scheduler_svc.http2.connect import authority, connect
-from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.messages import MessageReader, pack_message
 
 # More than all windows at first, and than a frame.
 LARGE = 3 * 2**20 + 17
@@ -99,7 +99,7 @@ async def test_messages_arrive_in_both_directions(size: int, tmp_path_factory) -
 
 
 async def test_windows_are_raised_again(monkeypatch) -> None:
-    monkeypatch.setattr("scheduler_svc.http2.call._WINDOW_STEP", 1000)
+    monkeypatch.setattr("quire.service.http2.call._WINDOW_STEP", 1000)
     async with serving(echo, "127.0.0.1:0") as (address, _):
         client = await Client.connected(address)
         for _ in range(3):

@@ -6,10 +6,10 @@ from http2_peer import Peer, data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame
-from scheduler_svc.http2.messages import pack_message
-from scheduler_svc.http2.server_call import INITIAL_WINDOW
+from quire.service.http2 import frames
+from quire.service.http2.frames import Frame
+from quire.service.http2.messages import pack_message
+from quire.service.http2.server_call import INITIAL_WINDOW
 
 pytestmark = pytest.mark.usefixtures("long_slices")
 
@@ -149,7 +149,7 @@ async def test_a_client_that_reads_no_acknowledgements_is_disconnected(peer: Pee
 
 
 async def test_calls_beyond_the_limit_are_refused(peer: Peer, monkeypatch) -> None:
-    monkeypatch.setattr("scheduler_svc.http2.server_connection._MAX_CALLS", 2)
+    monkeypatch.setattr("quire.service.http2.server_connection._MAX_CALLS", 2)
     peer.send(*(peer.headers(number, "/a.B/Hold") for number in (1, 3, 5)))
     assert await peer.received() == [
         Frame(frames.RST_STREAM, 0, 5, frames.U32.pack(frames.REFUSED_STREAM))

@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 from hpack import Decoder, Encoder
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame, FrameReader
-from scheduler_svc.http2.messages import pack_message
-from scheduler_svc.http2.server_connection import ServerConnection
+from quire.service.http2 import frames
+from quire.service.http2.frames import Frame, FrameReader
+from quire.service.http2.messages import pack_message
+from quire.service.http2.server_connection import ServerConnection
 
 _REQUEST = [
     (":method", "POST"),

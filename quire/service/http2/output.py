@@ -7,10 +7,10 @@ from typing import Final
 
 from hpack import Encoder
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import ProtocolError
-from scheduler_svc.http2.headers import pack_headers
-from scheduler_svc.http2.messages import pack_message
+from quire.service.http2 import frames
+from quire.service.http2.frames import ProtocolError
+from quire.service.http2.headers import pack_headers
+from quire.service.http2.messages import pack_message
 
 # Of the frames that are sent, so that no stream waits for the whole of a large one.
 _MAX_FRAME_BYTES: Final = 2**16

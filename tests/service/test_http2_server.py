@@ -23,11 +23,11 @@ from waiting import until
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import abort, unavailable
 from quire.service.health import Health
+from quire.service.http2 import frames
+from quire.service.http2.headers import status_fields
+from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, open_aio_channel
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.headers import status_fields
-from scheduler_svc.http2.server import Server
 
 SERVICE = "example.Service"
 # More than all windows at first, and than a frame.
@@ -359,8 +359,8 @@ _PONG = frames.pack_frame(frames.PING, frames.ACK, 0, bytes(8))
 
 
 async def test_a_client_that_acknowledges_pings_stays_connected(monkeypatch) -> None:
-    monkeypatch.setattr("scheduler_svc.http2.server_connection.KEEPALIVE_S", 0.02)
-    monkeypatch.setattr("scheduler_svc.http2.server_connection.PING_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("quire.service.http2.server_connection.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.server_connection.PING_TIMEOUT_S", 0.5)
     async with serving() as stack:
         reader, writer = await stack.connect()
         writer.write(frames.PREFACE)
@@ -371,8 +371,8 @@ async def test_a_client_that_acknowledges_pings_stays_connected(monkeypatch) -> 
 
 
 async def test_a_client_that_is_stopped_is_disconnected(monkeypatch) -> None:
-    monkeypatch.setattr("scheduler_svc.http2.server_connection.KEEPALIVE_S", 0.02)
-    monkeypatch.setattr("scheduler_svc.http2.server_connection.PING_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.server_connection.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.server_connection.PING_TIMEOUT_S", 0.02)
     async with serving() as stack:
         reader, writer = await stack.connect()
         writer.write(frames.PREFACE)
@@ -381,7 +381,7 @@ async def test_a_client_that_is_stopped_is_disconnected(monkeypatch) -> None:
 
 
 async def test_a_client_that_sends_nothing_is_disconnected(monkeypatch) -> None:
-    monkeypatch.setattr("scheduler_svc.http2.server_connection.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.server_connection.KEEPALIVE_S", 0.02)
     async with serving() as stack:
         reader, writer = await stack.connect()
         assert _PING not in await reader.read()

@@ -8,10 +8,10 @@ from urllib.parse import unquote
 from grpc import StatusCode
 from hpack import Encoder
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.headers import HeaderBlocks, Headers, pack_headers
-from scheduler_svc.http2.messages import PREFIX, MessageReader, pack_message
+from quire.service.http2 import frames
+from quire.service.http2.frames import Frame, FrameReader, ProtocolError
+from quire.service.http2.headers import HeaderBlocks, Headers, pack_headers
+from quire.service.http2.messages import PREFIX, MessageReader, pack_message
 
 # Of frames; under names that are found at once.
 _FRAME_HEADER: Final = frames.HEADER

@@ -8,11 +8,11 @@ from typing import Final, cast
 import structlog
 from grpc import StatusCode
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import FloodError, Frame, FrameReader, ProtocolError
-from scheduler_svc.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
-from scheduler_svc.http2.output import Output
-from scheduler_svc.http2.server_call import INITIAL_WINDOW, Handler, ServerCall
+from quire.service.http2 import frames
+from quire.service.http2.frames import FloodError, Frame, FrameReader, ProtocolError
+from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
+from quire.service.http2.output import Output
+from quire.service.http2.server_call import INITIAL_WINDOW, Handler, ServerCall
 
 log = structlog.get_logger()
 

@@ -10,11 +10,11 @@ import grpc
 import structlog
 from grpc import StatusCode
 
-from scheduler_svc.http2 import frames
-from scheduler_svc.http2.frames import ProtocolError
-from scheduler_svc.http2.headers import status_fields
-from scheduler_svc.http2.messages import MessageReader, MessageRefused
-from scheduler_svc.http2.output import Output
+from quire.service.http2 import frames
+from quire.service.http2.frames import ProtocolError
+from quire.service.http2.headers import status_fields
+from quire.service.http2.messages import MessageReader, MessageRefused
+from quire.service.http2.output import Output
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 class ServerCall:
     """Receives the frames of a call's stream, and is the context that its handler gets: of
-    `grpc.aio.ServicerContext` it has what the scheduler's services use."""
+    `grpc.aio.ServicerContext` it has what the services use."""
 
     def __init__(
         self, number: int, output: Output, max_message_bytes: int, on_end: Callable[[int], None]

@@ -5,7 +5,7 @@ from typing import Final
 
 from grpc import StatusCode
 
-from scheduler_svc.http2.frames import ProtocolError
+from quire.service.http2.frames import ProtocolError
 
 # Whether it is compressed, and its length.
 PREFIX: Final = Struct(">?I")
