@@ -20,7 +20,7 @@ class Heartbeats:
         # The addresses of the schedulers that run, by id; another mapping after each change.
         self.members: Mapping[str, str] = {own_id: own_address}
         # None before the first one.
-        self.reading: ClusterReading | None = None
+        self._reading: ClusterReading | None = None
         # Empty once this scheduler leaves.
         self.own_address = own_address
         self._own_id = own_id
@@ -36,30 +36,30 @@ class Heartbeats:
     @property
     def now_ms(self) -> int:
         """The time by Redis' clock; 0 before the first reading."""
-        if self.reading is None:
+        if self._reading is None:
             return 0
-        return self.reading.now_ms + round((self._clock() - self._read_at) * 1000)
+        return self._reading.now_ms + round((self._clock() - self._read_at) * 1000)
 
     @property
     def oldest_ms(self) -> float:
         """What was written before this time, by Redis' clock, has expired at the last reading."""
-        return 0.0 if self.reading is None else self.reading.now_ms - self._expiry_s * 1000
+        return 0.0 if self._reading is None else self._reading.now_ms - self._expiry_s * 1000
 
     def take(self, reading: ClusterReading) -> None:
         """Take a reading that was just made."""
         if self._is_disturbed(reading):
             self._returned_by = self._clock() + RETURN_S
-        self.reading, self._read_at = reading, self._clock()
+        self._reading, self._read_at = reading, self._clock()
         self._find_members(reading)
 
     def mark_ended(self, address: str) -> bool:
         """The process at this address has ended: it counts no more, until it sends a heartbeat.
         False before the first reading, which does not know the process."""
-        if self.reading is None:
+        if self._reading is None:
             return False
         # Its last heartbeat may be younger than the reading, or still be on its way to Redis.
         self._ended[address] = self.now_ms + round(HEARTBEAT_S * 1000)
-        self._find_members(self.reading)
+        self._find_members(self._reading)
         return True
 
     def has_ended(self, address: str, since_ms: int = 0) -> bool:
@@ -69,33 +69,33 @@ class Heartbeats:
     def leave(self) -> bool:
         """This scheduler counts no more. False before the first reading."""
         self.own_address = ""
-        if self.reading is None:
+        if self._reading is None:
             return False
-        self._find_members(self.reading)
+        self._find_members(self._reading)
         return True
 
     def has_sent_since(self, name: str, since_ms: int) -> bool:
         """Whether this scheduler has sent a heartbeat after this time, by Redis' clock."""
-        heartbeat = None if self.reading is None else self.reading.schedulers.get(name)
+        heartbeat = None if self._reading is None else self._reading.schedulers.get(name)
         return heartbeat is not None and heartbeat.written_ms > since_ms
 
     def load_age_ms(self, shard: int) -> float | None:
         """The time since the load of a shard was written; None if it was not."""
-        if self.reading is None or shard not in self.reading.loads:
+        if self._reading is None or shard not in self._reading.loads:
             return None
-        return self.now_ms - self.reading.loads[shard].written_ms
+        return self.now_ms - self._reading.loads[shard].written_ms
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
         """Whether since the last reading Redis was away, has lost writes, or has got another time:
         a scheduler that is absent may have had no time for a heartbeat."""
-        if self.reading is None:
+        if self._reading is None:
             return False
         half_ms = self._expiry_s * 1000 / 2
         has_lost_writes = any(
             name not in reading.schedulers and reading.now_ms - timed.written_ms < half_ms
-            for name, timed in self.reading.schedulers.items()
+            for name, timed in self._reading.schedulers.items()
         )
-        return has_lost_writes or abs(reading.now_ms - self.reading.now_ms) > half_ms
+        return has_lost_writes or abs(reading.now_ms - self._reading.now_ms) > half_ms
 
     def _find_members(self, reading: ClusterReading) -> None:
         known = {

@@ -22,6 +22,8 @@ RETRY_INTERVAL_S = 0.5
 # A leader that is not reached for so long, though it holds the lease, has a wrong `--advertise`, or
 # another TLS: gateways will not reach it, either.
 UNREACHED_S = 5.0
+# The status of a process that does not hold the lease.
+_NOT_HOLDER = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class _End(Enum):
@@ -31,14 +33,16 @@ class _End(Enum):
     UNREACHED = auto()
     # It led, and the connection broke.
     BROKEN = auto()
+    # It led, the connection broke, and another process is at its address: this one was suspended.
+    REPLACED = auto()
     # It led, and released the lease.
     GIVEN_UP = auto()
 
 
 class LeaderWatch:
-    """Watches one leader at a time. `on_lost` is called once, with whether the leader's process has
-    ended or else released the lease. An error about it costs a change of the leader and nothing
-    else: epochs fence."""
+    """Watches one leader at a time. `on_lost` is called once, with whether its address has no
+    process any more: otherwise it released the lease, or another one is there. An error about it
+    costs a change of the leader and nothing else: epochs fence."""
 
     def __init__(self, tls: TLS | None, on_lost: Callable[[StoredLeader, bool], None]) -> None:
         # Whether the leader has responded that it leads.
@@ -96,7 +100,7 @@ class LeaderWatch:
                 else "the leader has ended"
             )
             log.info(what, address=leader.address, epoch=leader.epoch)
-            self._on_lost(leader, end is not _End.GIVEN_UP)
+            self._on_lost(leader, end in (_End.BROKEN, _End.UNREACHED))
 
     async def _watch_once(
         self,
@@ -111,8 +115,13 @@ class LeaderWatch:
             async with asyncio.timeout(within_s):
                 self.is_watching = isinstance(await call.read(), leadership_pb2.WatchResponse)
             await call.read()
-        except (grpc.aio.AioRpcError, TimeoutError):
-            return _End.BROKEN if self.is_watching else _End.UNREACHED
+        except TimeoutError:
+            return _End.UNREACHED
+        except grpc.aio.AioRpcError as error:
+            if self.is_watching:
+                return _End.BROKEN
+            is_another = within_s is not None and error.code() is _NOT_HOLDER
+            return _End.REPLACED if is_another else _End.UNREACHED
         finally:
             call.cancel()
         return _End.GIVEN_UP if self.is_watching else _End.UNREACHED

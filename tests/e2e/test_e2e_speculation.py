@@ -71,7 +71,7 @@ class Drafts:
 
     def __init__(self, stack: LocalStack) -> None:
         self._stack = stack
-        self.num_drafts = self.num_accepted = 0
+        self.num_drafts = self.num_accepted = self.num_readings = 0
         # The counters as last read, by epoch and incarnation.
         self._last: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -96,6 +96,7 @@ class Drafts:
             return
         with contextlib.suppress(QuireError):
             status = await asyncio.to_thread(_status_of, leader.address)
+            self.num_readings += 1
             for worker in status.workers:
                 now = sum(worker.num_draft_tokens), sum(worker.num_accepted_tokens)
                 key = status.epoch, worker.incarnation
@@ -116,6 +117,7 @@ async def test_speculation_changes_no_token_and_goes_on_after_a_death() -> None:
     with LocalStack("demo/model", settings=SETTINGS) as stack:
         async with AsyncClient(stack.address) as client, Drafts(stack) as drafts:
             expected = await written(client)
+    assert drafts.num_readings
     assert drafts.num_drafts == 0
     with LocalStack(
         "demo/model", num_workers=2, num_schedulers=2, settings=SPECULATING, restart=True

@@ -97,10 +97,10 @@ async def watched(redis_url: str, sockets: Path) -> AsyncIterator[Watched]:
 
 
 @pytest.fixture
-async def lost(watched: Watched) -> AsyncIterator[list[StoredLeader]]:
-    """The leaders that a watch has reported; it watches the leader."""
-    lost: list[StoredLeader] = []
-    watch = LeaderWatch(None, lambda leader, has_ended: lost.append(leader))
+async def lost(watched: Watched) -> AsyncIterator[list[tuple[StoredLeader, bool]]]:
+    """What a watch of the leader has reported: leaders, and whether they have ended."""
+    lost: list[tuple[StoredLeader, bool]] = []
+    watch = LeaderWatch(None, lambda leader, has_ended: lost.append((leader, has_ended)))
     watch.watch(watched.leader)
     await until(lambda: watched.num_calls == 1, "a watched leader")
     yield lost
@@ -111,7 +111,7 @@ async def test_an_ended_process_is_lost_without_waiting(watched: Watched, lost: 
     leader = watched.leader
     await watched.end()
     await asyncio.wait_for(until(lambda: lost, "the loss"), 1)
-    assert lost == [leader]
+    assert lost == [(leader, True)]
 
 
 async def test_another_process_at_its_address_does_not_hide_the_loss(
@@ -121,14 +121,15 @@ async def test_another_process_at_its_address_does_not_hide_the_loss(
     await watched.end()
     await watched.start(None)
     await asyncio.wait_for(until(lambda: lost, "the loss"), 1)
-    assert lost == [leader]
+    # That one has not ended: it may be the leader by now, whose end this is not.
+    assert lost == [(leader, False)]
 
 
 async def test_a_released_lease_is_reported_at_once(watched: Watched, lost: list) -> None:
     leader = watched.leader
     await watched.store.lease.release()
     await asyncio.wait_for(until(lambda: lost, "the release"), 1)
-    assert lost == [leader]
+    assert lost == [(leader, False)]
 
 
 async def test_a_broken_connection_alone_is_no_loss(
@@ -136,8 +137,8 @@ async def test_a_broken_connection_alone_is_no_loss(
 ) -> None:
     # A busy machine may take longer.
     monkeypatch.setattr(leader_watch, "RECONNECT_WITHIN_S", 30)
-    lost: list[StoredLeader] = []
-    watch = LeaderWatch(None, lambda leader, has_ended: lost.append(leader))
+    lost: list[tuple[StoredLeader, bool]] = []
+    watch = LeaderWatch(None, lambda leader, has_ended: lost.append((leader, has_ended)))
     async with breakable(watched.address, sockets / "breakable.sock") as break_connections:
         leader = replace(watched.leader, address=f"unix:{sockets}/breakable.sock")
         watch.watch(leader)
@@ -147,14 +148,14 @@ async def test_a_broken_connection_alone_is_no_loss(
         await until(lambda: watched.num_calls == 2 and watch.is_watching, "the leader again")
         assert lost == []
         await watched.end()
-        await until(lambda: lost == [leader], "the loss")
+        await until(lambda: lost == [(leader, True)], "the loss")
     watch.stop()
 
 
 async def test_who_was_never_seen_to_lead_is_not_lost(watched: Watched, monkeypatch) -> None:
     monkeypatch.setattr(leader_watch, "RETRY_INTERVAL_S", 0.01)
-    lost: list[StoredLeader] = []
-    watch = LeaderWatch(None, lambda leader, has_ended: lost.append(leader))
+    lost: list[tuple[StoredLeader, bool]] = []
+    watch = LeaderWatch(None, lambda leader, has_ended: lost.append((leader, has_ended)))
     # Its address leads to another scheduler, as 0.0.0.0 does.
     other = StoredLeader(watched.leader.epoch, b"another holder..", watched.address)
     watch.watch(other)

@@ -1,4 +1,4 @@
-"""The scheduler's own server, to clients of gRPC."""
+"""Quire's own server of gRPC, to gRPC's clients."""
 
 import asyncio
 import contextlib

@@ -89,6 +89,20 @@ async def test_it_leaves_after_the_grace_though_its_lane_is_open(tmp_path: Path)
         assert await process.wait() == 0
 
 
+async def test_it_leaves_after_the_grace_though_a_step_does_not_end(tmp_path: Path) -> None:
+    flags = ("--drain-grace-s=0.2", "--sim-step-ms=600000")
+    async with sim_process(tmp_path, *flags) as (process, channel):
+        lane = LaneClient(worker_pb2_grpc.WorkerServiceStub(channel))
+        await lane.open()
+        await lane.send(plan_of(sequence(0, [5, 6])))
+        while not (await lane.call.read()).HasField("heartbeat"):
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert await lane.ended() is grpc.StatusCode.UNAVAILABLE
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+
+
 async def test_a_worker_without_a_lane_leaves_at_once(tmp_path: Path) -> None:
     async with sim_process(tmp_path, "--drain-grace-s=600") as (process, _):
         process.send_signal(signal.SIGTERM)

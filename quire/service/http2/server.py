@@ -23,6 +23,8 @@ log = structlog.get_logger()
 
 _BACKLOG: Final = 1024
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
+# A handler that was cancelled has this long to clean up before the server counts as stopped.
+_CANCELLED_WITHIN_S: Final = 1.0
 
 
 @dataclass
@@ -112,7 +114,8 @@ class Server(grpc.aio.Server):
             self._listening.append(listening)
 
     async def stop(self, grace: float | None) -> None:
-        """Accept nothing more, and let the calls in progress end for at most `grace` seconds."""
+        """Accept nothing more, and let the calls in progress end for at most `grace` seconds.
+        Handlers that take long to end after that, although they are cancelled, are left alone."""
         self._is_stopping = True
         for listening in self._listening:
             listening.close()
@@ -120,13 +123,16 @@ class Server(grpc.aio.Server):
             path.unlink(missing_ok=True)
         for connection in list(self._connections):
             connection.drain()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace or 0):
-                await self._is_idle.wait()
+        await self._wait_idle(grace or 0)
         for connection in list(self._connections):
             connection.abort()
-        await self._is_idle.wait()
+        await self._wait_idle(_CANCELLED_WITHIN_S)
         self._is_stopped.set()
+
+    async def _wait_idle(self, within_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._is_idle.wait()
 
     async def wait_for_termination(
         self,

@@ -40,7 +40,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 class ServerCall:
     """Receives the frames of a call's stream, and is the context that its handler gets: of
-    `grpc.aio.ServicerContext` it has what the services use."""
+    `grpc.aio.ServicerContext` it has what schedulers and workers use."""
 
     def __init__(
         self, number: int, output: Output, max_message_bytes: int, on_end: Callable[[int], None]
