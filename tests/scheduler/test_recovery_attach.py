@@ -172,12 +172,12 @@ async def test_an_orphan_is_cancelled_after_its_grace_period(redis_url, sockets,
         worker.gate.clear()
         original = gateway.received[await gateway.submit(prompt(9), max_tokens=50, **fields)]
         await until(lambda: original.accepted, "acceptance")
+        [group] = stack.engine.live.values()
         left_at = time.monotonic()
         if client_gone is None:
             await gateway.close()
         else:
             await gateway.detach(original.submission.attachment, client_gone)
-        [group] = stack.engine.live.values()
         await until(lambda: group.error is not None, "the end of the grace period")
         worker.gate.set()
         assert time.monotonic() - left_at >= fields.get("resume_window_s", 0)
