@@ -101,6 +101,12 @@ def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for unix sockets, whose paths are limited to 107 bytes."""
+    return tmp_path_factory.mktemp("s")
+
+
+@pytest.fixture
 def lasting_keys() -> list[str]:
     """Patterns of keys that may outlive the test without a time to live; a test adds its own.
     Leaderships, lists of pools and what schedulers know of one another outlive all services."""

@@ -1,18 +1,11 @@
-"""Fixtures: short socket paths, and an HTTP/2 client."""
+"""Fixtures of the tests of HTTP/2: a client, and how much a server receives at once."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from http2_peer import Peer
 
 from quire.service.http2 import frames
-
-
-@pytest.fixture
-def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Unix socket paths are limited to 107 bytes.
-    return tmp_path_factory.mktemp("s")
 
 
 @pytest.fixture
