@@ -124,14 +124,18 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         require_full_coverage=False,
         **options,
     )
+    nodes = cluster.nodes_manager
     try:
-        await cluster.initialize()
+        # Not `cluster.initialize()`: it asks the first primary for its commands, and fails while
+        # that one is dead, though it has other slots.
+        await nodes.initialize()
         node = cluster.get_node_from_key(servers.key)
     except RedisClusterException as error:
         # It is no RedisError.
         raise RedisConnectionError(str(error)) from error
     finally:
-        await cluster.aclose()
+        await nodes.aclose()
+        await nodes.aclose("startup_nodes")
     assert node is not None
     return str(node.host), int(node.port)
 

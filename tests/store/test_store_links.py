@@ -24,6 +24,8 @@ from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, PrefixMatch
 
 KEYS = ShardKeys(0)
+# A shard with keys in the last third of the slots.
+OF_LAST_SLOTS = 3
 
 _Result = TypeVar("_Result")
 
@@ -142,6 +144,17 @@ async def test_a_cluster_serves_while_slots_move_and_a_primary_dies(cluster: Clu
     after = await retried(store.lease.renew)
     assert after != before, "by which the leader knows that writes may be lost"
     await use(store, 3)
+    await store.close()
+
+
+@pytest.mark.slow
+async def test_a_dead_node_with_other_slots_is_no_obstacle(cluster: Cluster) -> None:
+    assert cluster.owner is cluster.servers[0], "with the first slots"
+    # Until its replica has noticed, the others name it as the owner of these slots.
+    cluster.owner.kill()
+    store = Store.at(cluster.url, shard=OF_LAST_SLOTS)
+    await take_lead(store)
+    await use(store, 1)
     await store.close()
 
 

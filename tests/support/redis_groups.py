@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -52,7 +53,12 @@ class Cluster:
     """Three primaries with a third of the slots each; the one with the keys has a replica."""
 
     def __init__(self, directory: Path, key: str) -> None:
-        options = ("cluster-enabled yes", f"cluster-node-timeout {_DOWN_AFTER_MS}")
+        options = (
+            "cluster-enabled yes",
+            f"cluster-node-timeout {_DOWN_AFTER_MS}",
+            # The others go on while slots have no node.
+            "cluster-require-full-coverage no",
+        )
         self.servers = [Server(directory, *options) for _ in range(4)]
         *primaries, self.replica = self.servers
         slots = join(self.servers, primaries)
@@ -82,9 +88,19 @@ class Cluster:
         assert isinstance(found, list)
         for key in found:
             owner.do("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
-        for server in (target, owner):
+        primaries = [one for one in self.servers if one not in (target, owner, self.replica)]
+        for server in (target, owner, *primaries):
             server.do("CLUSTER", "SETSLOT", self.slot, "NODE", self.id_of(target))
         self.owner = target
+        # A replica that has not heard of it would be promoted without the slot.
+        for server in self.servers:
+            wait_until(lambda server=server: self._owner_by(server) == target.port, "the new owner")
+
+    def _owner_by(self, server: Server) -> int:
+        """The port of the slot's owner, as a server knows it."""
+        ranges: Any = server.do("CLUSTER", "SLOTS")
+        found = (int(owner[1]) for start, end, owner, *_ in ranges if start <= self.slot <= end)
+        return next(found, 0)
 
     def _is_whole(self, server: Server) -> bool:
         return "cluster_state:ok" in text(server.do("CLUSTER", "INFO"))
