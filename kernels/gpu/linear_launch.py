@@ -12,9 +12,11 @@ import torch
 
 from kernels.gpu.launch import Gpu
 
-# Rows of a tile, for few, some and many rows. The warm-up runs each
-# (`worker_svc/runner/startup.py`).
-ROW_TILES: Final[tuple[int, ...]] = (16, 64, 128)
+# Rows of a tile, for few, some and many rows; the first of 8-bit rows only. The warm-up runs each
+# (`worker_svc/gpu/device_pass.py`).
+ROW_TILES: Final[tuple[int, ...]] = (8, 16, 64, 128)
+# Up to as many rows memory is the bottleneck.
+_MOST_FEW_ROWS: Final = 16
 # The same in single precision, whose products take three times the registers.
 _SINGLE_ROW_TILES: Final[tuple[int, ...]] = (16, 32)
 # Programs per multiprocessor that keep its memory busy.
@@ -60,13 +62,20 @@ def linear_launch(
 
     Chosen so that no register spills; tests check the compiled code.
     """
-    tiles = _SINGLE_ROW_TILES if dtype == torch.float32 else ROW_TILES
+    tiles = ROW_TILES if dtype == torch.int8 else ROW_TILES[1:]
+    if dtype == torch.float32:
+        tiles = _SINGLE_ROW_TILES
     if groups_per_tile + (splits > 1) > 1:
         # Sums of groups, of a split and of all take registers.
         tiles = tiles[:-1]
     rows = next((size for size in tiles if num_rows <= size), tiles[-1])
-    if num_rows <= tiles[0]:
-        # Memory is the bottleneck: many bytes are in flight.
+    if num_rows <= _MOST_FEW_ROWS and dtype == torch.int8:
+        # Many bytes are in flight, of many programs. Programs of one warp do not use the
+        # instructions of those with many rows, but sums of integers are the same.
+        launch = LinearLaunch(rows, 16, 1, 6, splits > 1)
+    elif num_rows <= _MOST_FEW_ROWS:
+        # Four warps run the instructions of programs with many rows, which add up a row's products
+        # in the same order: those of one warp divide the inputs of a step in another way.
         launch = LinearLaunch(rows, _OUTPUTS, 4, 6, splits > 1)
     elif dtype == torch.float32:
         launch = LinearLaunch(rows, _OUTPUTS, 4, 3, False)

@@ -5,8 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers that a program reads at once.
-_TILE = 1024
+from kernels.gpu.launch import next_power_of_2
+
+# Numbers that a program reads at once, at most, and those of a warp.
+_MOST_NUMBERS = 8192
+_NUMBERS_PER_WARP = 512
 
 
 def round_rows_triton(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -16,14 +19,15 @@ def round_rows_triton(rows: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
     if rows.numel():
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        tile = min(max(next_power_of_2(num_inputs), _NUMBERS_PER_WARP), _MOST_NUMBERS)
         _round_rows_kernel[(num_rows,)](
             rows,
             integers,
             scales,
             rows.stride(0),
             num_inputs,
-            TILE=_TILE,
-            num_warps=4,
+            TILE=tile,
+            num_warps=tile // _NUMBERS_PER_WARP,
             # Products are rounded before they are rounded to integers, as on the processor.
             enable_fp_fusion=False,
         )

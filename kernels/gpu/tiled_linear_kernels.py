@@ -9,6 +9,8 @@ scale.
 import triton
 import triton.language as tl
 
+from kernels.gpu.packed.int4 import high_halves, low_halves
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def tiled_linear_kernel(  # type: ignore[no-untyped-def]
@@ -91,44 +93,56 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr = BITS == 4 and (STEPS_PER_GROUP % 2 == 0 or not HAS_GROUPS)
     STEPS: tl.constexpr = 2 if BITS == 4 else 1
     is_output = output < num_outputs
+    num_groups = num_inputs // GROUP_SIZE if HAS_GROUPS else 1
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, num_tiles)
     sums = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
     row_sums = tl.zeros([TILE_ROWS], tl.float32)
     tiles = _first_tile(tiles, first, output, num_outputs, STEP)
+    if HAS_GROUPS:
+        next_scale, next_offset = _scales_of_group(
+            scales, offsets, output, is_output, num_outputs, first * STEPS // STEPS_PER_GROUP,
+            num_groups,
+        )  # fmt: skip
     for tile in range(first, last):
         values = tl.load(tiles, mask=is_output[:, None], other=0)
         tiles += num_outputs * STEP
-        low = (values << 4) if BITS == 4 else values
+        low = low_halves(values, DTYPE) if BITS == 4 else values.to(DTYPE)
         step = tile * STEPS
         numbers = _inputs(
             rows, is_row, step, num_inputs, HAS_GROUPS, GROUP_SIZE, STEPS_PER_GROUP, STEP
         )
         if HAS_GROUPS:
-            part = tl.dot(low.to(DTYPE), tl.trans(numbers), input_precision=PRECISION)
+            # Loaded a tile ahead: only what is multiplied on tensor cores is fetched by the
+            # compiler's pipeline.
+            scale, offset = next_scale, next_offset
+            next_scale, next_offset = _scales_of_group(
+                scales, offsets, output, is_output, num_outputs,
+                (step + STEPS) // STEPS_PER_GROUP, num_groups,
+            )  # fmt: skip
+            part = tl.dot(low, tl.trans(numbers), input_precision=PRECISION)
             row_part = _row_sums(numbers, offsets)
             if not SHARED:
-                sums = _add_group(
-                    sums, part, row_part, scales, offsets, output, is_output, num_outputs,
-                    step // STEPS_PER_GROUP, num_inputs // GROUP_SIZE, BITS, FACTOR,
-                )  # fmt: skip
+                sums = _add_group(sums, part, row_part, scale, offset, offsets, BITS, FACTOR)
                 part = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
                 row_part = tl.zeros([TILE_ROWS], tl.float32)
             if BITS == 4:
                 step += 1
+                if not SHARED:
+                    scale, offset = _scales_of_group(
+                        scales, offsets, output, is_output, num_outputs,
+                        step // STEPS_PER_GROUP, num_groups,
+                    )  # fmt: skip
                 numbers = _inputs(
                     rows, is_row, step, num_inputs, HAS_GROUPS, GROUP_SIZE, STEPS_PER_GROUP, STEP
                 )
-                high = (values & -16).to(DTYPE)
+                high = high_halves(values, DTYPE)
                 part = tl.dot(high, tl.trans(numbers), part, input_precision=PRECISION)
                 row_part += _row_sums(numbers, offsets)
             if SHARED or BITS == 4:
-                sums = _add_group(
-                    sums, part, row_part, scales, offsets, output, is_output, num_outputs,
-                    step // STEPS_PER_GROUP, num_inputs // GROUP_SIZE, BITS, FACTOR,
-                )  # fmt: skip
+                sums = _add_group(sums, part, row_part, scale, offset, offsets, BITS, FACTOR)
         else:
-            sums = tl.dot(low.to(DTYPE), tl.trans(numbers), sums, input_precision=PRECISION)
+            sums = tl.dot(low, tl.trans(numbers), sums, input_precision=PRECISION)
             row_part = _row_sums(numbers, offsets)
             if BITS == 4:
                 numbers = _inputs(
@@ -141,15 +155,18 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
                     STEPS_PER_GROUP,
                     STEP,
                 )
-                high = (values & -16).to(DTYPE)
+                high = high_halves(values, DTYPE)
                 sums = tl.dot(high, tl.trans(numbers), sums, input_precision=PRECISION)
                 row_part += _row_sums(numbers, offsets)
             # Added once per pass: Triton 3.6 fails to compile two sums onto one carried value.
             row_sums += row_part
     if not HAS_GROUPS:
+        scale, offset = _scales_of_group(
+            scales, offsets, output, is_output, num_outputs, 0, num_groups
+        )
         sums = _add_group(
-            tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32), sums, row_sums, scales, offsets,
-            output, is_output, num_outputs, 0, 1, BITS, FACTOR,
+            tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32), sums, row_sums, scale, offset, offsets,
+            BITS, FACTOR,
         )  # fmt: skip
     return sums
 
@@ -195,29 +212,28 @@ def _row_sums(numbers, offsets):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_group(  # type: ignore[no-untyped-def]
-    sums,
-    part,
-    row_part,
-    scales,
-    offsets,
-    output,
-    is_output,
-    num_outputs,
-    group,
-    num_groups,
-    BITS: tl.constexpr,
-    FACTOR: tl.constexpr,
+def _scales_of_group(  # type: ignore[no-untyped-def]
+    scales, offsets, output, is_output, num_outputs, group, num_groups
 ):
-    """`sums` plus a group's products, with its scale and its offset times the sum of the row."""
+    """A group's scales and offsets `[outputs]`; zeros behind the last group. Without
+    offsets the second are the scales, too."""
     place = group * num_outputs + output
     inside = is_output & (place < num_groups * num_outputs)
-    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scales + place, mask=inside, other=0.0)
+    offset = scale if offsets is None else tl.load(offsets + place, mask=inside, other=0.0)
+    return scale, offset
+
+
+@triton.jit
+def _add_group(  # type: ignore[no-untyped-def]
+    sums, part, row_part, scale, offset, offsets, BITS: tl.constexpr, FACTOR: tl.constexpr
+):
+    """`sums` plus a group's products, with its scale and its offset times the sum of the row."""
+    scale = scale.to(tl.float32)
     sums += part * (scale * FACTOR)[:, None]
     if offsets is not None:
         CENTRE: tl.constexpr = 8.0 if BITS == 4 else 128.0
-        offset = tl.load(offsets + place, mask=inside, other=0.0).to(tl.float32)
-        sums += (scale * CENTRE - offset)[:, None] * row_part[None, :]
+        sums += (scale * CENTRE - offset.to(tl.float32))[:, None] * row_part[None, :]
     return sums
 
 

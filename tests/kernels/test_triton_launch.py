@@ -120,10 +120,20 @@ def test_products_with_few_outputs_are_divided() -> None:
 
 def test_the_warm_up_knows_all_sizes_of_tiles() -> None:
     found = {
-        linear_launch(H200, rows, 1, torch.bfloat16, 64, 128, 1).tile_rows
+        linear_launch(H200, rows, 1, dtype, 64, 128, 0).tile_rows
+        for dtype in (torch.bfloat16, torch.int8)
         for rows in range(1, 5000)
     }
     assert found == set(ROW_TILES)
+
+
+def test_only_sums_of_integers_change_instructions_with_the_rows() -> None:
+    """Programs of fewer than four warps add up the inputs of a step in another order."""
+    for rows in (1, 8, 9, 16, 17, 4096):
+        assert linear_launch(H200, rows, 1, torch.bfloat16, 64, 128, 1).num_warps >= 4
+        assert (linear_launch(H200, rows, 1, torch.int8, 128, 128, 0).num_warps == 1) == (
+            rows <= 16
+        )
 
 
 def test_tiles_of_rows_fit_into_registers() -> None:

@@ -28,8 +28,10 @@ def test_products_run_on_groups_of_warps(launches: list[Launch]) -> None:
         assert instructions(launch, r"wgmma\.mma_async\.sync\.aligned\S*\.f32\.bf16\.bf16") > 0
         assert instructions(launch, r"mma\.sync") == 0
     for launch in of(launches, "int8_linear_kernel"):
-        assert instructions(launch, r"wgmma\.mma_async\.sync\.aligned\S*\.s32\.s8\.s8") > 0
-        assert instructions(launch, r"mma\.sync") == 0
+        is_few = launch.get("num_rows") == "1" or launch["shared_bytes"] < 32 * 1024
+        of_groups = instructions(launch, r"wgmma\.mma_async\.sync\.aligned\S*\.s32\.s8\.s8")
+        of_warps = instructions(launch, r"mma\.sync\.aligned\S*\.s32\.s8\.s8")
+        assert (of_groups == 0, of_warps > 0) == (is_few, is_few)
 
 
 def test_values_are_converted_in_registers(launches: list[Launch]) -> None:
@@ -37,6 +39,13 @@ def test_values_are_converted_in_registers(launches: list[Launch]) -> None:
     for launch in of(launches, "tiled_linear_kernel", dtype="torch.bfloat16", num_rows="1"):
         assert instructions(launch, r"cvt\.rn\.bf16\.s|cvt\.rn\.f32\.s") == 0
         assert instructions(launch, r"prmt") > 0
+
+
+def test_halves_of_bytes_are_converted_four_at_a_time(launches: list[Launch]) -> None:
+    for dtype, fma in (("torch.bfloat16", "bf16x2"), ("torch.float16", "f16x2")):
+        for launch in of(launches, "tiled_linear_kernel", bits="4", dtype=dtype):
+            assert instructions(launch, rf"fma\.rn\.{fma}") > 0
+            assert instructions(launch, r"shl\.b16|and\.b16") == 0
 
 
 def test_weights_and_rows_are_fetched_ahead(launches: list[Launch]) -> None:
@@ -63,7 +72,7 @@ def test_steps_of_any_size_run_the_same_code(launches: list[Launch]) -> None:
     for kernel, kinds in (
         # Groups whose sums are divided have tiles of two sizes.
         ("tiled_linear_kernel", 2),
-        ("int8_linear_kernel", 3),
+        ("int8_linear_kernel", 4),
         ("_round_rows_kernel", 1),
         # Sums of numbers, and of integers.
         ("add_splits_kernel", 2),

@@ -1,0 +1,1 @@
+"""Packed values, which kernels convert in registers."""
