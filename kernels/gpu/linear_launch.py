@@ -72,11 +72,11 @@ def linear_launch(
     if num_rows <= _MOST_FEW_ROWS and dtype == torch.int8:
         # Many bytes are in flight, of many programs. Programs of one warp do not use the
         # instructions of those with many rows, but sums of integers are the same.
-        launch = LinearLaunch(rows, 16, 1, 6, splits > 1)
+        launch = LinearLaunch(rows, 16, 1, 4, splits > 1)
     elif num_rows <= _MOST_FEW_ROWS:
         # Four warps run the instructions of programs with many rows, which add up a row's products
         # in the same order: those of one warp divide the inputs of a step in another way.
-        launch = LinearLaunch(rows, _OUTPUTS, 4, 6, splits > 1)
+        launch = LinearLaunch(rows, _OUTPUTS, 4, 4, splits > 1)
     elif dtype == torch.float32:
         launch = LinearLaunch(rows, _OUTPUTS, 4, 3, False)
     else:

@@ -92,6 +92,9 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
     # Both steps of a byte belong to one group, whose sum they share.
     SHARED: tl.constexpr = BITS == 4 and (STEPS_PER_GROUP % 2 == 0 or not HAS_GROUPS)
     STEPS: tl.constexpr = 2 if BITS == 4 else 1
+    # Scales are loaded a tile ahead, as only what is multiplied on tensor cores is fetched by the
+    # compiler's pipeline. Many rows have other work meanwhile, and need the registers.
+    IS_AHEAD: tl.constexpr = HAS_GROUPS and TILE_ROWS <= 64
     is_output = output < num_outputs
     num_groups = num_inputs // GROUP_SIZE if HAS_GROUPS else 1
     first = split * tiles_per_split
@@ -99,7 +102,7 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
     sums = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
     row_sums = tl.zeros([TILE_ROWS], tl.float32)
     tiles = _first_tile(tiles, first, output, num_outputs, STEP)
-    if HAS_GROUPS:
+    if IS_AHEAD:
         next_scale, next_offset = _scales_of_group(
             scales, offsets, output, is_output, num_outputs, first * STEPS // STEPS_PER_GROUP,
             num_groups,
@@ -113,16 +116,20 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
             rows, is_row, step, num_inputs, HAS_GROUPS, GROUP_SIZE, STEPS_PER_GROUP, STEP
         )
         if HAS_GROUPS:
-            # Loaded a tile ahead: only what is multiplied on tensor cores is fetched by the
-            # compiler's pipeline.
-            scale, offset = next_scale, next_offset
-            next_scale, next_offset = _scales_of_group(
-                scales, offsets, output, is_output, num_outputs,
-                (step + STEPS) // STEPS_PER_GROUP, num_groups,
-            )  # fmt: skip
+            if IS_AHEAD:
+                scale, offset = next_scale, next_offset
+                next_scale, next_offset = _scales_of_group(
+                    scales, offsets, output, is_output, num_outputs,
+                    (step + STEPS) // STEPS_PER_GROUP, num_groups,
+                )  # fmt: skip
             part = tl.dot(low, tl.trans(numbers), input_precision=PRECISION)
             row_part = _row_sums(numbers, offsets)
             if not SHARED:
+                if not IS_AHEAD:
+                    scale, offset = _scales_of_group(
+                        scales, offsets, output, is_output, num_outputs,
+                        step // STEPS_PER_GROUP, num_groups,
+                    )  # fmt: skip
                 sums = _add_group(sums, part, row_part, scale, offset, offsets, BITS, FACTOR)
                 part = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
                 row_part = tl.zeros([TILE_ROWS], tl.float32)
@@ -140,6 +147,11 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
                 part = tl.dot(high, tl.trans(numbers), part, input_precision=PRECISION)
                 row_part += _row_sums(numbers, offsets)
             if SHARED or BITS == 4:
+                if SHARED and not IS_AHEAD:
+                    scale, offset = _scales_of_group(
+                        scales, offsets, output, is_output, num_outputs,
+                        step // STEPS_PER_GROUP, num_groups,
+                    )  # fmt: skip
                 sums = _add_group(sums, part, row_part, scale, offset, offsets, BITS, FACTOR)
         else:
             sums = tl.dot(low, tl.trans(numbers), sums, input_precision=PRECISION)
