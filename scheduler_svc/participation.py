@@ -65,8 +65,8 @@ class Participation:
         )
         # The map was read since this leader leads. An earlier one may have just added shards.
         self._is_map_current = asyncio.Event()
-        # What is known of the cluster has changed.
-        self._is_heard = asyncio.Event()
+        # What is known of the cluster is not what was announced.
+        self._has_changed = asyncio.Event()
 
     async def run(self) -> None:
         """Run until cancelled. Errors of the store but StoreUnavailable are raised, in a group."""
@@ -121,19 +121,24 @@ class Participation:
     async def _announce(self) -> None:
         """Send the state of all shards to the gateways when it has changed. With many shards less
         often, since each of their leaders sends it."""
-        membership, is_heard = self._membership, self._is_heard
-        membership.listen(is_heard.set)
+        membership, has_changed = self._membership, self._has_changed
         announced: list[ShardLoad] = []
+
+        def compare() -> None:
+            if announced != membership.loads:
+                has_changed.set()
+
+        membership.listen(compare)
+        compare()
         try:
             while True:
-                if announced != membership.loads:
-                    announced = membership.loads
-                    self._handler.announce_cluster(cluster_state(announced))
+                await has_changed.wait()
+                has_changed.clear()
+                announced = membership.loads
+                self._handler.announce_cluster(cluster_state(announced))
                 await sleep_ticks(ANNOUNCE_S * max(1.0, membership.map.num_shards / 16))
-                await is_heard.wait()
-                is_heard.clear()
         finally:
-            membership.stop_listening(is_heard.set)
+            membership.stop_listening(compare)
 
 
 def cluster_state(loads: Iterable[ShardLoad]) -> scheduler_pb2.ClusterState:

@@ -121,7 +121,7 @@ class Membership:
         return self._heartbeats.now_ms
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call this after each heartbeat, and when the map changes."""
+        """Call this after each heartbeat, also a failed one, and when the map changes."""
         self._listeners.add(listener)
 
     def stop_listening(self, listener: Callable[[], None]) -> None:
@@ -246,6 +246,8 @@ class Membership:
                         # Logged once, not at every attempt.
                         self._why_silent = str(error)
                         log.warning("no heartbeat", why=self._why_silent)
+                    # Loads have grown older.
+                    self._notify()
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_tick(HEARTBEAT_S, loop.time())):
@@ -273,7 +275,7 @@ class Membership:
             shard: self._codec.parse(shard, timed.value)
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
-        } | self._own_loads()
+        }
         self._listed = []
         version = self.map.version
         self._maps.read(reading.packed_map, reading.loads)

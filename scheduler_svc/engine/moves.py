@@ -92,6 +92,9 @@ class Moves:
     # Giving
 
     async def _give_surplus(self) -> None:
+        if not self._engine.waiting:
+            self._waiting = set()
+            return
         candidates = self._candidates()
         ripe = [group for group in candidates if group in self._waiting]
         self._waiting = set(candidates)

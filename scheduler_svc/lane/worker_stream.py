@@ -20,7 +20,8 @@ from scheduler_svc.ticks import sleep_ticks
 
 _EXECUTE = "/quire.internal.v1.WorkerService/Execute"
 OPEN_TIMEOUT_S = 5.0
-WATCH_INTERVAL_S = 0.25
+# At most; with a shorter step timeout a quarter of it.
+WATCH_INTERVAL_S = 1.0
 # Workers send a heartbeat every second.
 SILENCE_S = 3.0
 
@@ -172,12 +173,14 @@ class WorkerStream:
         lost when it is silent for too long or has a plan for longer than `step_timeout_s`, and
         call `on_lost`. `oldest_sent_at`: the time.perf_counter at which the oldest plan without a
         result was sent; None without one."""
+        longest_s = min(WATCH_INTERVAL_S, step_timeout_s / 4)
         while self.lost is None:
             before = time.monotonic()
-            await sleep_ticks(WATCH_INTERVAL_S)
+            interval_s = min(longest_s, self._last_message_at + SILENCE_S - before)
+            await sleep_ticks(interval_s)
             now = time.monotonic()
             silent_s = now - self._last_message_at
-            if now - before > WATCH_INTERVAL_S + SILENCE_S / 2:
+            if now - before > interval_s + SILENCE_S / 2:
                 # This process itself was stopped, and has not read.
                 self._last_message_at = now
             elif silent_s > SILENCE_S:

@@ -19,9 +19,6 @@ from scheduler_svc.ticks import until_tick
 log = structlog.get_logger()
 
 TRY_INTERVAL_S = 0.25
-# While the end of the leader would be noticed, or others stand by, only the loss of Redis is looked
-# for: it ends the heartbeats, which report everything else.
-LOOK_INTERVAL_S = 0.5
 # A lease that is free is left for so long to the scheduler that should lead, which may have started
 # just now and learn only by its next attempt that the lease is free.
 YIELD_S = TRY_INTERVAL_S
@@ -60,7 +57,8 @@ class Standby:
         self._has_seen_leader = False
         self._has_lost_redis = False
         self._watch = LeaderWatch(peer_tls, self._on_lost)
-        # It sleeps for longer, since it is not needed.
+        # The end of the leader would be noticed, or others stand by: heartbeats, which also fail
+        # without Redis, report everything else.
         self._is_looking = False
         self._leader: StoredLeader | None = None  # as last read
         self._lost_leader: StoredLeader | None = None  # the one that has ended last
@@ -89,10 +87,10 @@ class Standby:
                 if leadership is not None:
                     return leadership
                 self._is_looking = not self._is_needed
-                interval_s = LOOK_INTERVAL_S if self._is_looking else TRY_INTERVAL_S
+                within_s = None if self._is_looking else until_tick(TRY_INTERVAL_S, loop.time())
                 is_known = membership.is_known
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(until_tick(interval_s, loop.time())):
+                    async with asyncio.timeout(within_s):
                         await (self._is_due if is_known.is_set() else is_known).wait()
         finally:
             membership.stop_listening(self._check_need)
