@@ -93,8 +93,8 @@ def _sum_of_tiles(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr = BITS == 4 and (STEPS_PER_GROUP % 2 == 0 or not HAS_GROUPS)
     STEPS: tl.constexpr = 2 if BITS == 4 else 1
     # Scales are loaded a tile ahead, as only what is multiplied on tensor cores is fetched by the
-    # compiler's pipeline. Many rows have other work meanwhile, and need the registers.
-    IS_AHEAD: tl.constexpr = HAS_GROUPS and TILE_ROWS <= 64
+    # compiler's pipeline. More rows have other work meanwhile, and need the registers.
+    IS_AHEAD: tl.constexpr = HAS_GROUPS and TILE_ROWS <= 16
     is_output = output < num_outputs
     num_groups = num_inputs // GROUP_SIZE if HAS_GROUPS else 1
     first = split * tiles_per_split
