@@ -118,16 +118,18 @@ class TenantExchange:
 
     async def run(self) -> None:
         """Exchange until cancelled. A failed exchange is made up for by the next one."""
+        loop = asyncio.get_running_loop()
         self._membership.listen(self._on_heartbeat)
         try:
             while True:
                 if self._membership.map.num_shards > 1:
                     with contextlib.suppress(StoreUnavailable):
                         await self.exchange()
-                await asyncio.sleep(GAP_S)
+                not_before = loop.time() + GAP_S
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._interval_s()):
                         await self._is_due.wait()
+                await asyncio.sleep(max(0.0, not_before - loop.time()))
         finally:
             self._membership.stop_listening(self._on_heartbeat)
 
