@@ -207,6 +207,7 @@ def test_all_kinds_of_steps_run_again_behind_the_recording(
     pipelined(loaded, HostCapturer())
     # A prompt as long as the model takes beside the rest of a step, prompts of as many tokens as
     # tiles of products have, one row, all rows.
-    kinds = [(100, 2), (16, 1), (64, 1), (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
-    assert events[:8] == [*kinds, "moved"]
+    tiles = [(8, 1), (16, 1), (64, 1)]
+    kinds = [(100, 2), *tiles, (1, 1), (1, 1), (_ROWS, _ROWS), (_ROWS, _ROWS)]
+    assert events[: len(kinds) + 1] == [*kinds, "moved"]
     assert events[events.index("recorded") + 1 :] == kinds
