@@ -238,6 +238,8 @@ class Membership:
         loop = asyncio.get_running_loop()
         try:
             while True:
+                # Before the heartbeat: what is due while it is sent is not in it.
+                self._wake.clear()
                 try:
                     self._take(await self._beat(self.address))
                     self._why_silent = None
@@ -248,7 +250,6 @@ class Membership:
                         log.warning("no heartbeat", why=self._why_silent)
                     # Loads have grown older.
                     self._notify()
-                self._wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_tick(HEARTBEAT_S, loop.time())):
                         await self._wake.wait()
@@ -275,7 +276,7 @@ class Membership:
             shard: self._codec.parse(shard, timed.value)
             for shard, timed in reading.loads.items()
             if timed.written_ms >= oldest_ms
-        }
+        } | self._own_loads()
         self._listed = []
         version = self.map.version
         self._maps.read(reading.packed_map, reading.loads)

@@ -406,3 +406,28 @@ async def test_heartbeats_are_retried_and_sent_at_once_when_a_shard_is_led(monke
     with contextlib.suppress(asyncio.CancelledError):
         await running
     assert cluster.schedulers[member.id].value == b"", "it has left"
+
+
+async def test_a_shard_that_is_led_during_a_heartbeat_is_in_the_next_one_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(ScriptedCluster):
+        def __init__(self) -> None:
+            super().__init__()
+            self.responds = asyncio.Event()
+
+        async def beat(self, *args):
+            reading = await super().beat(*args)
+            await self.responds.wait()
+            return reading
+
+    cluster = Slow()
+    member = cluster.member("a")
+    monkeypatch.setattr(membership_module, "HEARTBEAT_S", 1000)
+    running = asyncio.create_task(member.run())
+    await until(lambda: member.id in cluster.schedulers, "the first heartbeat")
+    member.lead(0, lambda: ShardLoad("a"))
+    cluster.responds.set()
+    await until(lambda: 0 in cluster.loads, "the load")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
