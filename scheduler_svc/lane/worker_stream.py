@@ -180,8 +180,9 @@ class WorkerStream:
             await sleep_ticks(interval_s)
             now = time.monotonic()
             silent_s = now - self._last_message_at
-            if now - before > interval_s + SILENCE_S / 2:
-                # This process itself was stopped, and has not read.
+            if now - before > interval_s + SILENCE_S / 4:
+                # This process itself was stopped, and has not read. The last message may have been
+                # a second old before the interval: a shorter stop does not make a silence of it.
                 self._last_message_at = now
             elif silent_s > SILENCE_S:
                 self._mark_lost(WorkerSilent(f"it was silent for {silent_s:.1f} s"))
