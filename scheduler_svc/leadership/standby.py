@@ -60,6 +60,8 @@ class Standby:
         # The end of the leader would be noticed, or others stand by: heartbeats, which also fail
         # without Redis, report everything else.
         self._is_looking = False
+        # As of the last attempt; one that stands by no longer must not keep its connection.
+        self._stands_by = False
         self._leader: StoredLeader | None = None  # as last read
         self._lost_leader: StoredLeader | None = None  # the one that has ended last
         # Set when another one has, or the lease has to be read, or may be acquired now.
@@ -80,15 +82,18 @@ class Standby:
             while True:
                 self._is_due.clear()
                 leadership = None
-                if not membership.is_candidate(self._shard):
+                self._stands_by = membership.is_candidate(self._shard)
+                if not self._stands_by:
                     self._leave_to_others()
                 elif self._is_needed:
                     leadership = await self._try_acquire()
                 if leadership is not None:
                     return leadership
                 self._is_looking = not self._is_needed
-                within_s = None if self._is_looking else until_tick(TRY_INTERVAL_S, loop.time())
                 is_known = membership.is_known
+                # Until the map is known, only the event that it is ends the sleep.
+                has_timer = not self._is_looking or not is_known.is_set()
+                within_s = until_tick(TRY_INTERVAL_S, loop.time()) if has_timer else None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(within_s):
                         await (self._is_due if is_known.is_set() else is_known).wait()
@@ -108,6 +113,8 @@ class Standby:
         """After a heartbeat, or a change of the map."""
         if not self._membership.is_candidate(self._shard):
             self.leader_address = self._membership.leader_of(self._shard)
+            if self._stands_by:
+                self._is_due.set()
         elif self._is_looking and self._is_needed:
             self._is_due.set()
         elif self._free_since is not None and self._membership.is_owner(self._shard):

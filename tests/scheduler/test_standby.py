@@ -11,6 +11,7 @@ from scripted_cluster import ScriptedCluster, beat
 from waiting import until
 
 from scheduler_svc.cluster.cluster_map import ClusterMap
+from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.leadership import standby as standby_module
 from scheduler_svc.leadership.standby import YIELD_S, Standby
@@ -257,3 +258,48 @@ async def test_a_lease_that_is_released_after_an_outage_is_free(standbys, pass_t
     assert await owner._try_acquire() is None
     owner._on_lost(leader, False)
     assert await owner._try_acquire() is not None, "without a wait"
+
+
+async def test_one_that_is_no_candidate_any_more_watches_no_leader(
+    standbys, cluster, members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection would otherwise stay, one of each scheduler that has ever stood by."""
+    owner, other = standbys
+    await beat(cluster.member("unix:/leader"), *members)
+    members[0].lead(SHARD, lambda: ShardLoad("unix:/owner"))
+    await beat(*members)
+    assert await owner._store.acquire("unix:/leader", lease_ms=3000) is not None
+    acquiring = asyncio.create_task(other.acquire())
+    await until(lambda: other._watch._leader is not None, "an attempt")
+    # As if the leader had responded.
+    other._watch._task.cancel()
+    other._watch.is_watching = True
+    await until(lambda: other._is_looking, "a sleep without a timer")
+    while members[1].is_candidate(SHARD):
+        await beat(cluster.member("unix:/new"), members[1])
+    await until(lambda: other._watch._leader is None, "the end of the watch")
+    acquiring.cancel()
+
+
+async def test_a_candidate_without_a_map_finds_the_leader(
+    redis_url: str, cluster: ScriptedCluster
+) -> None:
+    cluster.map = b"of another version"
+    others = [cluster.member(f"unix:/{number}") for number in range(9)]
+    member = cluster.member("unix:/new")
+    await beat(*others, member)
+    store = Store.at(redis_url, shard=0)
+    standby = Standby(store.lease, "unix:/new", LEASE_S, None, member, 0)
+    if member.is_candidate(0):
+        pytest.skip("by chance it stands by")
+    assert not member.is_known.is_set()
+    assert await store.lease.acquire("unix:/leader", lease_ms=3000) is not None
+    acquiring = asyncio.create_task(standby.acquire())
+    await until(lambda: standby._is_looking, "a sleep")
+    for other in others:
+        member.mark_ended(other.address)
+    assert member.is_candidate(0)
+    await until(lambda: standby.leader_address == "unix:/leader", "an attempt")
+    acquiring.cancel()
+    await store.lease.release()
+    await store.close()
