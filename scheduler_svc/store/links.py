@@ -133,6 +133,9 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
     except RedisClusterException as error:
         # It is no RedisError.
         raise RedisConnectionError(str(error)) from error
+    except IndexError as error:
+        # The client takes a first primary for granted.
+        raise RedisConnectionError("no node of the Redis Cluster has slots") from error
     finally:
         await nodes.aclose()
         await nodes.aclose("startup_nodes")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 import redis
-from redis_groups import Cluster, Sentinels, running
+from redis_groups import Cluster, Sentinels, Server, running
 
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import ShardKeys
@@ -156,6 +156,19 @@ async def test_a_dead_node_with_other_slots_is_no_obstacle(cluster: Cluster) -> 
     await take_lead(store)
     await use(store, 1)
     await store.close()
+
+
+@pytest.mark.slow
+async def test_a_cluster_without_slots_is_unavailable(tmp_path: Path) -> None:
+    """Its nodes run, and are about to be joined."""
+    server = Server(tmp_path, "cluster-enabled yes")
+    try:
+        store = Store.at(f"redis+cluster://127.0.0.1:{server.port}")
+        with pytest.raises(StoreUnavailable, match="has slots"):
+            await store.lease.leader()
+        await store.close()
+    finally:
+        server.kill()
 
 
 @pytest.mark.slow
