@@ -28,6 +28,8 @@ from redis.exceptions import RedisClusterException
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _DEFAULT_SERVICE = "mymaster"
 _SENTINEL_PREFIX = "sentinel_"
+# Of the time to connect, for each node of a cluster that is asked where the keys are.
+_SHARE_OF_NODE = 1 / 4
 
 
 class Link(Protocol):
@@ -117,6 +119,9 @@ async def find_primary(servers: _Servers) -> tuple[str, int]:
 async def find_node(servers: _Servers) -> tuple[str, int]:
     """The node of a cluster with the slot of the key."""
     options = {name: value for name, value in servers.options.items() if name != "db"}
+    # A node that hangs leaves time to ask others.
+    for name in ("socket_timeout", "socket_connect_timeout"):
+        options[name] *= _SHARE_OF_NODE
     cluster = RedisCluster(
         startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
         ssl=servers.uses_tls,
@@ -137,8 +142,8 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         # The client takes a first primary for granted.
         raise RedisConnectionError("no node of the Redis Cluster has slots") from error
     finally:
-        await nodes.aclose()
         await nodes.aclose("startup_nodes")
+        await nodes.aclose()
     assert node is not None
     return str(node.host), int(node.port)
 

@@ -172,6 +172,16 @@ async def test_a_cluster_without_slots_is_unavailable(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_a_node_that_hangs_is_no_obstacle(cluster: Cluster) -> None:
+    cluster.servers[1].suspend()
+    # The order in which nodes are asked is random.
+    for _ in range(8):
+        store = Store.at(cluster.url)
+        await store.pools()
+        await store.close()
+
+
+@pytest.mark.slow
 async def test_sentinels_name_the_promoted_replica(sentinels: Sentinels) -> None:
     store = Store.at(sentinels.url)
     await take_lead(store)

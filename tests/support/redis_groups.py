@@ -1,6 +1,7 @@
 """Several real Redis servers on loopback ports: a cluster, and a primary with Sentinels."""
 
 import contextlib
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ class Server:
 
     def info(self, section: str) -> dict[str, object]:
         return self._client.info(section)
+
+    def suspend(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         self._process.kill()
