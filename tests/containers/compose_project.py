@@ -233,7 +233,9 @@ class ComposeProject:
         try:
             with Operations(self.address_of(leader)) as operations:
                 return operations.status(with_block_maps=False, timeout_s=2.0)
-        except QuireError:
+        except QuireError as error:
+            # For the report of a test that fails.
+            print(f"no status of {leader.service}: {error}")
             return None
 
     def lanes(self) -> list[WorkerStatus]:
@@ -273,7 +275,8 @@ def serves(target: str, service: str = "ready") -> bool:
     """Return whether a health service is SERVING; False if the server does not respond."""
     try:
         return is_serving(target, service, timeout_s=2.0)
-    except QuireError:
+    except QuireError as error:
+        print(f"no health of {target}: {error}")
         return False
 
 

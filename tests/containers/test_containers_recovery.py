@@ -16,6 +16,7 @@ from container_streams import (
 from container_waiting import until
 
 from benchmarks.chaos.streams import Reference, Streams
+from quire.internal.v1.operations_pb2 import WorkerStatus
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
@@ -79,14 +80,28 @@ async def run_docker(*arguments: str) -> None:
     await asyncio.to_thread(docker, *arguments)
 
 
-def busiest_worker(service: ComposeProject) -> Container:
-    address = max(service.lanes(), key=lambda lane: lane.num_running).address
+async def busiest_worker(service: ComposeProject) -> Container:
+    lanes: list[WorkerStatus] = []
+
+    def find_lanes() -> bool:
+        lanes[:] = service.lanes()
+        return bool(lanes)
+
+    await until(find_lanes, "the workers")
+    address = max(lanes, key=lambda lane: lane.num_running).address
     [container] = [c for c in service.containers("worker") if service.address_of(c) == address]
     return container
 
 
-def the_leader(service: ComposeProject) -> Container:
-    leader = service.leader()
+async def the_leader(service: ComposeProject) -> Container:
+    found: list[Container | None] = []
+
+    def find_leader() -> bool:
+        found[:] = [service.leader()]
+        return found[0] is not None
+
+    await until(find_leader, "the leader")
+    [leader] = found
     assert leader is not None
     return leader
 
@@ -95,7 +110,7 @@ async def test_streams_survive_a_killed_worker(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
-        worker = busiest_worker(service)
+        worker = await busiest_worker(service)
         with reported_pauses("worker killed", streams):
             await run_docker("kill", worker.id)
             await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
@@ -108,15 +123,15 @@ async def test_the_standby_takes_over_when_the_leader_is_killed(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
-        leader = the_leader(service)
+        leader = await the_leader(service)
         with reported_pauses("leader killed", streams):
             await run_docker("kill", leader.id)
             await until(lambda: service.has_lanes(NUM_WORKERS), "the standby's takeover")
             await wait_for_progress(streams)
-        assert the_leader(service).service != leader.service
+        assert (await the_leader(service)).service != leader.service
         await run_docker("start", leader.id)
         await wait_for_recovery(service, streams)
-        assert the_leader(service).service != leader.service
+        assert (await the_leader(service)).service != leader.service
 
 
 @pytest.mark.parametrize("name", ["gateway", "redis"])
@@ -147,7 +162,7 @@ async def test_crashed_containers_are_restarted(
 ) -> None:
     assert {container.restart_policy for container in service.containers()} == {"unless-stopped"}
     async with streaming(service.target, references) as streams:
-        for victim in (busiest_worker(service), service.the("gateway")):
+        for victim in (await busiest_worker(service), service.the("gateway")):
             with reported_pauses(f"{victim.service} crashed", streams):
                 await asyncio.to_thread(crash, victim)
                 await until(
@@ -166,7 +181,7 @@ async def test_a_paused_worker_is_dropped_and_rejoins(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
-        worker = busiest_worker(service)
+        worker = await busiest_worker(service)
         with reported_pauses("worker paused", streams):
             await until(lambda: service.pause(worker), "the pause")
             paused_at = datetime.now(UTC)
@@ -175,16 +190,17 @@ async def test_a_paused_worker_is_dropped_and_rejoins(
         # The result of its step arrives late.
         await run_docker("unpause", worker.id)
         await wait_for_recovery(service, streams)
-    detected_s = (dropped_at(service, worker) - paused_at).total_seconds()
+    detected_s = (await dropped_at(service, worker) - paused_at).total_seconds()
     print(f"detected after {detected_s:.1f} s")
     assert detected_s < DETECTED_S
 
 
-def dropped_at(service: ComposeProject, worker: Container) -> datetime:
+async def dropped_at(service: ComposeProject, worker: Container) -> datetime:
     """Return when the leader last dropped a worker, by its log."""
+    leader = await the_leader(service)
     times = [
         line["timestamp"]
-        for line in service.log(the_leader(service).service)
+        for line in service.log(leader.service)
         if line["event"] == "worker left" and line["address"] == service.address_of(worker)
     ]
     return datetime.fromisoformat(times[-1])
@@ -194,7 +210,7 @@ async def test_a_disconnected_worker_rejoins(
     service: ComposeProject, references: Sequence[Reference]
 ) -> None:
     async with streaming(service.target, references) as streams:
-        worker = busiest_worker(service)
+        worker = await busiest_worker(service)
         with reported_pauses("worker disconnected", streams):
             await run_docker("network", "disconnect", service.network, worker.id)
             await until(lambda: service.has_lanes(NUM_WORKERS - 1), "the loss of the worker")
