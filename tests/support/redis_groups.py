@@ -96,7 +96,7 @@ class Cluster:
         for server in (target, owner, *primaries):
             server.do("CLUSTER", "SETSLOT", self.slot, "NODE", self.id_of(target))
         self.owner = target
-        # A replica that has not heard of it would be promoted without the slot.
+        # A replica that does not know it would be promoted without the slot.
         for server in self.servers:
             wait_until(lambda server=server: self._owner_by(server) == target.port, "the new owner")
 
