@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from gateway_svc.structured import compiler as compiler_module
 from gateway_svc.structured.compiler import MAX_FORMAT_BYTES, StructuredOutputCompiler
 from quire.internal.v1 import logits_pb2
 from quire.service.errors import RequestError
@@ -26,6 +27,12 @@ TOKENIZER = byte_level()
 SIZE = TOKENIZER.get_vocab_size()
 VOCABULARY = GrammarVocabulary.from_tokenizer(TOKENIZER, SIZE)
 FIELD = "sampling_params.structured_output"
+
+
+@pytest.fixture(autouse=True)
+def _time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer than the limit allows."""
+    monkeypatch.setattr(compiler_module, "MAX_COMPILE_S", 60)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +197,14 @@ def test_large_and_deep_schemas_are_refused_or_served_in_time(
     options = [[{"required": [f"{at}_{one}"]} for one in range(8)] for at in range(8)]
     several = _schema(allOf=[{"type": "object"}, *({"anyOf": parts} for parts in options)])
     _refused(compiler, several)
+
+
+def test_what_takes_too_long_is_refused(
+    compiler: StructuredOutputCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_COMPILE_S", 1e-6)
+    refused = _refused(compiler, _schema(type="object", properties={"a": {"type": "null"}}))
+    assert "at most 1e-06 s are allowed" in refused.message
 
 
 def _chain(num_rules: int) -> str:
