@@ -8,19 +8,16 @@ from collections.abc import Callable, Sequence
 import grpc
 import structlog
 
-from gateway_svc.scheduler.leader_discovery import (
-    LeaderDiscovery,
-    LeaderStream,
-    NotLeadingError,
-    connect,
-    metadata_of,
-)
+from gateway_svc.scheduler.leader_discovery import LeaderDiscovery
+from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError, metadata_of
 from gateway_svc.scheduler.multiplexer import Multiplexer, scheduler_unavailable
 from gateway_svc.scheduler.outages import Outage
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.http2.call import CallEnded
 from quire.service.protocol_version import PROTOCOL_VERSION
-from quire.service.tls import TLS
+from quire.service.tls import TLS, open_aio_channel
 
 log = structlog.get_logger()
 
@@ -98,19 +95,20 @@ class ShardConnection:
         if leader is None:
             raise scheduler_unavailable()
         request = operations_pb2.GetStatusRequest(with_block_maps=True, shard=self.shard)
-        operations = operations_pb2_grpc.OperationsServiceStub(leader.channel)
-        try:
-            return await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError):
-            raise scheduler_unavailable() from None
+        options = channel_options(INTERNAL_MESSAGE_BYTES)
+        host = self._discovery.resolver.host_of(leader.address)
+        async with open_aio_channel(leader.address, options, self._tls, host) as channel:
+            operations = operations_pb2_grpc.OperationsServiceStub(channel)
+            try:
+                return await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                raise scheduler_unavailable() from None
 
     def _set_state(self, outage: Outage | None, reason: str | None) -> None:
         self.outage, self.reason = outage, reason
         self._on_state()
 
     async def _run(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         backoff_s = _FIRST_BACKOFF_S
         while not self._is_closing:
             leader = await self._discovery.find()
@@ -123,10 +121,8 @@ class ShardConnection:
                 self._leader = None
                 self._set_state(Outage.SCHEDULER, reason)
                 self.requests.on_disconnected()
-                leader.call.cancel()
-                await leader.channel.close()
-            if self._is_closing or task.cancelling():
-                # gRPC swallows a cancellation that coincides with the end of the call.
+                leader.close()
+            if self._is_closing:
                 return
             # Logs only: the reason may mention another client's request.
             log.warning(
@@ -143,7 +139,7 @@ class ShardConnection:
         hello = scheduler_pb2.GatewayHello(protocol_version=PROTOCOL_VERSION, shard=self.shard)
         host = self._discovery.resolver.host_of(address)
         try:
-            leader = await connect(address, hello, self._tls, host)
+            leader = await LeaderStream.open(address, hello, self._tls, host)
         except NotLeadingError as error:
             if error.leader:
                 self.suggest(error.leader)
@@ -152,14 +148,13 @@ class ShardConnection:
         try:
             self._check(leader.first_frame)
         except NotLeadingError as error:
-            await leader.channel.close()
+            leader.close()
             self._set_state(Outage.SCHEDULER, str(error))
             raise
         return leader
 
     async def _run_stream(self, leader: LeaderStream) -> str:
         """Read and write one stream; return why it ended."""
-        frame: object = leader.first_frame
         self.requests.on_connected()
         writer = asyncio.create_task(_write(leader, self.requests.send_queue))
         log.info(
@@ -169,14 +164,7 @@ class ShardConnection:
             epoch=leader.first_frame.epoch,
         )
         try:
-            while isinstance(frame, scheduler_pb2.ConnectResponse):
-                self._check(frame)
-                self._receive(frame)
-                frame = await leader.call.read()
-        except grpc.aio.AioRpcError as error:
-            if leader_now := metadata_of(error).get("leader"):
-                self.suggest(leader_now)
-            return f"{error.code().name}: {error.details()}"
+            ended = await leader.run(self._receive)
         except NotLeadingError as error:
             return str(error)
         except Exception as error:
@@ -185,7 +173,10 @@ class ShardConnection:
             return f"handling its frame failed: {error!r}"
         finally:
             writer.cancel()
-        return "the scheduler ended the stream"
+        if leader_now := metadata_of(ended).get("leader"):
+            self.suggest(leader_now)
+        is_ok = ended.code is grpc.StatusCode.OK
+        return "the scheduler ended the stream" if is_ok else str(ended)
 
     def _check(self, frame: scheduler_pb2.ConnectResponse) -> None:
         if frame.epoch < self._epoch:
@@ -195,6 +186,7 @@ class ShardConnection:
             raise NotLeadingError(f"its protocol version is {version}, not {PROTOCOL_VERSION}")
 
     def _receive(self, frame: scheduler_pb2.ConnectResponse) -> None:
+        self._check(frame)
         self._epoch = frame.epoch
         if frame.HasField("hello"):
             hello = frame.hello
@@ -210,8 +202,9 @@ class ShardConnection:
 
 
 async def _write(leader: LeaderStream, send_queue: SendQueue) -> None:
-    # A failed write ends the stream, which the reader reports.
-    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+    # The end of the stream is reported by `run`.
+    with contextlib.suppress(CallEnded):
         while (frame := await send_queue.get()) is not None:
-            await leader.call.write(frame)
-        await leader.call.done_writing()
+            leader.send(frame)
+            await leader.wait_sent()
+        leader.half_close()

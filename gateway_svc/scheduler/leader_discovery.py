@@ -3,24 +3,15 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 
-import grpc
 import structlog
-from grpc_status import rpc_status
 
-from gateway_svc.scheduler.events import error_info
-from quire.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError
 from quire.service.addresses import NameResolver, check_address
-from quire.service.channels import scheduler_channel_options
-from quire.service.errors import RequestError
-from quire.service.tls import TLS, open_aio_channel
 
 log = structlog.get_logger()
 
-# A leader sends its hello at once; a process that is suspended or unreachable sends none.
-HELLO_TIMEOUT_S = 1.0
 # For which the address that is named as the leader's is tried alone, so that the leaders of many
 # shards are not searched for at all addresses.
 _HEAD_START_S = 0.1
@@ -29,79 +20,6 @@ _MAX_BACKOFF_S = 0.5
 # An address is tried at once when it is suggested, but not more often than this in one search:
 # schedulers may name each other while the shard has no leader.
 _MAX_HURRIED = 3
-
-
-class NotLeadingError(Exception):
-    """A scheduler does not lead, cannot be reached, or has another protocol version."""
-
-    def __init__(self, reason: str, leader: str = "", num_shards: int = 0) -> None:
-        """`leader` is the address that the scheduler has named, empty if none, and `num_shards` the
-        number of shards, 0 if it has named none."""
-        super().__init__(reason)
-        self.leader = leader
-        self.num_shards = num_shards
-
-
-@dataclass(frozen=True)
-class LeaderStream:
-    """A stream to a scheduler that has sent its hello."""
-
-    address: str
-    channel: grpc.aio.Channel
-    call: "grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]"
-    # Its first frame, with the hello.
-    first_frame: scheduler_pb2.ConnectResponse
-
-
-async def connect(
-    address: str, hello: scheduler_pb2.GatewayHello, tls: TLS | None, host: str
-) -> LeaderStream:
-    """Open a stream and exchange hellos; with TLS the scheduler's certificate has the host.
-    NotLeadingError if that fails."""
-    channel = open_aio_channel(address, scheduler_channel_options(), tls, host)
-    try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Connect()
-            first_frame = await _exchange_hellos(call, hello)
-    except BaseException as error:
-        await channel.close()
-        if isinstance(error, grpc.aio.AioRpcError):
-            reason = f"{error.code().name}: {error.details()}"
-            named = metadata_of(error)
-            num_shards = named.get("num_shards", "")
-            raise NotLeadingError(
-                reason,
-                named.get("leader", ""),
-                int(num_shards) if num_shards.isdecimal() else 0,
-            ) from error
-        if isinstance(error, TimeoutError):
-            raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
-        raise
-    return LeaderStream(address, channel, call, first_frame)
-
-
-def metadata_of(error: grpc.aio.AioRpcError) -> Mapping[str, str]:
-    """The metadata in the details of an error; empty without any. STANDBY names the leader and the
-    number of shards."""
-    try:
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-    except ValueError:
-        # Another status than the call's.
-        return {}
-    return {} if status is None else error_info(RequestError.from_status(status)).metadata
-
-
-async def _exchange_hellos(
-    call: "grpc.aio.StreamStreamCall[scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse]",
-    hello: scheduler_pb2.GatewayHello,
-) -> scheduler_pb2.ConnectResponse:
-    # If the call has ended already, the read raises its status.
-    with contextlib.suppress(asyncio.InvalidStateError):
-        await call.write(scheduler_pb2.ConnectRequest(hello=hello))
-    frame = await call.read()
-    if not isinstance(frame, scheduler_pb2.ConnectResponse) or not frame.HasField("hello"):
-        raise NotLeadingError("the first frame has no hello")
-    return frame
 
 
 class LeaderDiscovery:
@@ -180,10 +98,7 @@ class LeaderDiscovery:
         backoff_s = _FIRST_BACKOFF_S
         last_reason, num_hurried = "", 0
         is_due = self._is_due[address] = asyncio.Event()
-        task = asyncio.current_task()
-        assert task is not None
-        # gRPC swallows a cancellation that coincides with the end of a call.
-        while not (found.done() or task.cancelling()):
+        while not found.done():
             try:
                 leader = await self._connect(address)
             except NotLeadingError as error:
@@ -204,6 +119,6 @@ class LeaderDiscovery:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             else:
                 if found.done():
-                    await leader.channel.close()
+                    leader.close()
                 else:
                     found.set_result(leader)

@@ -29,19 +29,6 @@ def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
     ]
 
 
-def scheduler_channel_options() -> _Options:
-    """Options of a gateway's channel to a scheduler. A scheduler that is stopped or unreachable is
-    detected within about two seconds; channels share no connection."""
-    return [
-        *_limits(INTERNAL_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", 1_000),
-        ("grpc.http2.ping_timeout_ms", 1_000),
-        # By default gRPC stops pinging an idle stream after two pings.
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-
-
 def server_options(
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES, max_request_bytes: int | None = None
 ) -> _Options:

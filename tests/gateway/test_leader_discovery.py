@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from typing import Any, cast
 
 import pytest
 from waiting import until
 
 from gateway_svc.scheduler import leader_discovery
-from gateway_svc.scheduler.leader_discovery import LeaderDiscovery, LeaderStream, NotLeadingError
+from gateway_svc.scheduler.leader_discovery import LeaderDiscovery
+from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError
 
 ONE, TWO, OTHER = "unix:/one", "unix:/two", "unix:/other"
 
@@ -30,7 +30,7 @@ class Schedulers:
             await asyncio.Event().wait()
         if address != self.leader:
             raise NotLeadingError("a standby")
-        return LeaderStream(address, *cast("list[Any]", [None] * 3))
+        return LeaderStream(address)
 
     async def find(self) -> str:
         return (await asyncio.wait_for(self.discovery.find(), 10)).address

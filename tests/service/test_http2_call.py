@@ -10,13 +10,18 @@ import grpc
 import pytest
 import uvloop
 from certificates import make_certificates
+from google.rpc import status_pb2
 from grpc import StatusCode
+from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
+from gateway_svc.scheduler.events import error_info
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.errors import RequestError, abort, unavailable
 from quire.service.http2 import frames
-from quire.service.http2.call import CallEnded, StreamCall
+from quire.service.http2.call import CallEnded, KeepAlive, StreamCall
 from quire.service.http2.connect import authority, connect
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.messages import MessageReader, pack_message
@@ -65,7 +70,7 @@ async def serving(
 class Client:
     """A call with what it has received."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keep_alive: KeepAlive | None = None) -> None:
         self.messages: asyncio.Queue[bytes] = asyncio.Queue()
         self.ended: asyncio.Future[CallEnded] = asyncio.Future()
         self.call = StreamCall(
@@ -74,6 +79,7 @@ class Client:
             INTERNAL_MESSAGE_BYTES,
             self.messages.put_nowait,
             self.ended.set_result,
+            keep_alive,
         )
 
     @classmethod
@@ -117,6 +123,82 @@ async def test_the_status_of_a_refusal_is_reported() -> None:
         assert ended.details == "epoch 3 is 100 % stale: é"
         with pytest.raises(CallEnded, match="FAILED_PRECONDITION"):
             client.call.send(b"x")
+
+
+async def test_the_details_of_a_status_are_reported() -> None:
+    async def fail(requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
+        await abort(context, unavailable("STANDBY", "no", metadata={"leader": "unix:/é"}))
+        yield b""
+
+    async with serving(fail, "127.0.0.1:0") as (address, _):
+        ended = await (await Client.connected(address)).ended
+    status = status_pb2.Status.FromString(ended.packed_status)
+    assert error_info(RequestError.from_status(status)).metadata == {"leader": "unix:/é"}
+
+
+async def test_a_half_closed_call_ends_with_the_peers_status() -> None:
+    async with serving(echo, "127.0.0.1:0") as (address, _):
+        client = await Client.connected(address)
+        client.call.send(bytes(LARGE))
+        # It waits for what is unsent.
+        client.call.half_close()
+        assert (await client.ended).code is StatusCode.OK
+        assert await client.messages.get() == bytes(LARGE)
+        client.call.half_close()
+
+
+async def test_a_sender_can_wait_for_a_slow_peer() -> None:
+    is_read, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(requests: AsyncIterator[bytes], context: _Context) -> AsyncIterator[bytes]:
+        await go_on.wait()
+        async for _ in requests:
+            is_read.set()
+            yield b""
+
+    async with serving(slow, "127.0.0.1:0") as (address, _):
+        client = await Client.connected(address)
+        await client.call.wait_sent()
+        for _ in range(8):
+            client.call.send(bytes(LARGE))
+        waiting = asyncio.create_task(client.call.wait_sent())
+        assert await asyncio.wait({waiting}, timeout=0.1) == (set(), {waiting})
+        go_on.set()
+        await waiting
+        await is_read.wait()
+        go_on.clear()
+        for _ in range(8):
+            client.call.send(bytes(LARGE))
+        client.call.cancel()
+        await client.call.wait_sent()
+
+
+async def test_a_silent_peer_ends_the_call() -> None:
+    async with await asyncio.start_server(lambda *peer: None, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = Client(address, KeepAlive(0.05, 0.05))
+        await connect(lambda: client.call, address, None)
+        assert str(await client.ended) == "UNAVAILABLE: the peer was silent for 0.1 s"
+
+
+async def test_a_peer_that_responds_to_pings_is_not_silent() -> None:
+    async with serving(echo, "127.0.0.1:0") as (address, _):
+        # The server accepts two pings a second; on a busy machine it may take long to respond.
+        client = Client(address, KeepAlive(0.55, 5))
+        await connect(lambda: client.call, address, None)
+        num_acks = 0
+        receive = client.call._receive
+
+        def counted(frame: Frame) -> None:
+            nonlocal num_acks
+            num_acks += frame.kind == frames.PING and bool(frame.flags & frames.ACK)
+            receive(frame)
+
+        client.call._receive = counted  # type: ignore[method-assign]
+        await until(lambda: num_acks >= 2, "responses")
+        client.call.send(b"x")
+        assert await client.messages.get() == b"x"
+        client.call.cancel()
 
 
 async def test_an_unknown_method_is_reported() -> None:
@@ -248,6 +330,31 @@ def test_pings_and_settings_are_acknowledged(scripted) -> None:
         frames.pack_frame(frames.PING, frames.ACK, 0, b"12345678")
         + frames.pack_frame(frames.SETTINGS, frames.ACK, 0)
     )
+
+
+def test_a_process_that_was_stopped_itself_takes_no_peer_for_silent(scripted) -> None:
+    """Its timers may run before it reads."""
+    call, transport, ended = scripted
+    keep_alive = KeepAlive(1, 1)
+
+    async def run() -> None:
+        now = asyncio.get_running_loop().time()
+        call._end_if_silent(keep_alive, now - 9, now - 8)
+        assert bytes(transport.written) == frames.pack_frame(frames.PING, 0, 0, bytes(8))
+        assert not ended
+        call._end_if_silent(keep_alive, now - 1, now)
+        assert ended[0].code is StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("packed", [b"x", b"====x", bytes(range(0x80, 0xA0))])
+def test_details_that_cannot_be_read_are_left_out(scripted, packed: bytes) -> None:
+    call, _, ended = scripted
+    fields = [(b"grpc-status", b"14"), (b"grpc-status-details-bin", packed)]
+    flags = frames.END_HEADERS | frames.END_STREAM
+    call.data_received(frames.pack_frame(frames.HEADERS, flags, 1, Encoder().encode(fields)))
+    assert (ended[0].code, ended[0].packed_status) == (StatusCode.UNAVAILABLE, b"")
 
 
 def test_messages_wait_for_the_windows(scripted) -> None:

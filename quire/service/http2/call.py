@@ -1,7 +1,9 @@
 """One streaming gRPC call, the only one of its HTTP/2 connection."""
 
 import asyncio
+import base64
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final, cast
 from urllib.parse import unquote
 
@@ -23,6 +25,9 @@ _STREAM: Final = 1
 _MAX_FRAME_BYTES: Final = 2**20
 # Received bytes after which the windows are raised to their maximum again.
 _WINDOW_STEP: Final = 2**24
+_PING: Final = bytes(8)
+# Timers that are late by this time may run before what has arrived is read.
+_LATE_S: Final = 0.25
 # By the number as text.
 _CODES: Final = {str(code.value[0]).encode(): code for code in StatusCode}
 
@@ -30,10 +35,21 @@ _CODES: Final = {str(code.value[0]).encode(): code for code in StatusCode}
 class CallEnded(Exception):
     """The call has ended, for whatever reason: its status."""
 
-    def __init__(self, code: StatusCode, details: str) -> None:
+    def __init__(self, code: StatusCode, details: str, packed_status: bytes = b"") -> None:
+        """`packed_status`: a google.rpc.Status, empty if the peer has sent none."""
         super().__init__(f"{code.name}: {details}")
         self.code = code
         self.details = details
+        self.packed_status = packed_status
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """A peer that sends nothing for `after_s` is sent a ping; if it sends nothing for another
+    `within_s`, the call ends with UNAVAILABLE."""
+
+    after_s: float
+    within_s: float
 
 
 class StreamCall(asyncio.Protocol):
@@ -50,14 +66,19 @@ class StreamCall(asyncio.Protocol):
         max_message_bytes: int,
         on_message: Callable[[bytes], None],
         on_end: Callable[[CallEnded], None],
+        keep_alive: KeepAlive | None = None,
     ) -> None:
-        """`path`: /package.Service/Method. `on_end` is called once."""
+        """`path`: /package.Service/Method. `on_end` is called once. Without `keep_alive`, a peer
+        that is stopped or cut off is not noticed."""
         # None while the call goes on.
         self.ended: CallEnded | None = None
         self._path = path
         self._authority = authority
         self._on_message = on_message
         self._on_end = on_end
+        self._keep_alive = keep_alive
+        self._received_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._frames = FrameReader(_MAX_FRAME_BYTES)
         self._messages = MessageReader(max_message_bytes)
         self._headers = HeaderBlocks()
@@ -67,6 +88,11 @@ class StreamCall(asyncio.Protocol):
         self._initial_window = frames.DEFAULT_WINDOW
         self._frame_size = frames.DEFAULT_FRAME_SIZE
         self._unsent = bytearray()
+        self._is_half_closed = False
+        # Whether the socket takes no more now.
+        self._is_paused = False
+        # Set when nothing waits any more, or the call has ended; None if no sender waits.
+        self._sent: asyncio.Event | None = None
         self._num_received = 0
 
     # Sending
@@ -81,6 +107,19 @@ class StreamCall(asyncio.Protocol):
         else:
             self._unsent += data
             self._send_rest()
+
+    async def wait_sent(self) -> None:
+        """Wait until the peer and the socket have taken all messages, or the call has ended."""
+        while self.ended is None and (self._unsent or self._is_paused):
+            self._sent = self._sent or asyncio.Event()
+            await self._sent.wait()
+
+    def half_close(self) -> None:
+        """Let the peer know that no message follows the sent ones. No effect if the call has
+        ended."""
+        if self.ended is None:
+            self._is_half_closed = True
+            self._end_sending()
 
     def cancel(self) -> None:
         """Cancel the call, unless it has ended, and close the connection."""
@@ -97,6 +136,20 @@ class StreamCall(asyncio.Protocol):
         while self._unsent and (size := min(self._sendable, len(self._unsent))) > 0:
             self._write(bytes(self._unsent[:size]))
             del self._unsent[:size]
+        if not self._unsent:
+            self._end_sending()
+
+    def _end_sending(self) -> None:
+        """What is due when nothing is unsent."""
+        if self._is_half_closed and not self._unsent:
+            self._is_half_closed = False
+            self._transport.write(frames.pack_frame(frames.DATA, frames.END_STREAM, _STREAM))
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
 
     def _write(self, data: bytes) -> None:
         self._connection_window -= len(data)
@@ -128,8 +181,21 @@ class StreamCall(asyncio.Protocol):
             + frames.pack_window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
             + pack_headers(_STREAM, Encoder().encode(headers), ends_stream=False)
         )
+        if self._keep_alive is not None:
+            loop = asyncio.get_running_loop()
+            self._received_at = loop.time()
+            self._timer = loop.call_later(self._keep_alive.after_s, self._ping, self._keep_alive)
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._wake_sender()
 
     def data_received(self, data: bytes) -> None:
+        if self._timer is not None:
+            self._received_at = asyncio.get_running_loop().time()
         try:
             if self._frames.is_empty and self._headers.is_empty:
                 data = self._receive_whole(data)
@@ -143,12 +209,36 @@ class StreamCall(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._end(StatusCode.UNAVAILABLE, str(error or "the connection was closed"))
 
-    def _end(self, code: StatusCode, details: str) -> None:
+    def _end(self, code: StatusCode, details: str, packed_status: bytes = b"") -> None:
         """End the call; the first reason is kept."""
         if self.ended is None:
-            self.ended = CallEnded(code, details)
+            self.ended = CallEnded(code, details, packed_status)
+            if self._timer is not None:
+                self._timer.cancel()
             self._transport.close()
+            self._wake_sender()
             self._on_end(self.ended)
+
+    def _ping(self, keep_alive: KeepAlive) -> None:
+        """Send a ping if the peer has been silent, and see later whether it still is."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        ping_at = self._received_at + keep_alive.after_s
+        if ping_at > now:
+            self._timer = loop.call_at(ping_at, self._ping, keep_alive)
+        else:
+            self._transport.write(frames.pack_frame(frames.PING, 0, 0, _PING))
+            end_at = now + keep_alive.within_s
+            self._timer = loop.call_at(end_at, self._end_if_silent, keep_alive, now, end_at)
+
+    def _end_if_silent(self, keep_alive: KeepAlive, pinged_at: float, end_at: float) -> None:
+        # A process that was stopped itself has not read.
+        is_late = asyncio.get_running_loop().time() - end_at > _LATE_S
+        if self._received_at >= pinged_at or is_late:
+            self._ping(keep_alive)
+        else:
+            silent_s = keep_alive.after_s + keep_alive.within_s
+            self._end(StatusCode.UNAVAILABLE, f"the peer was silent for {silent_s:g} s")
 
     # Receiving
 
@@ -243,9 +333,15 @@ class StreamCall(asyncio.Protocol):
         self._send_rest()
 
 
-def _status(trailers: Mapping[bytes, bytes]) -> tuple[StatusCode, str]:
+def _status(trailers: Mapping[bytes, bytes]) -> tuple[StatusCode, str, bytes]:
     code = _CODES.get(trailers.get(b"grpc-status", b""), StatusCode.UNKNOWN)
-    return code, unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
+    details = unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
+    try:
+        # Padding is optional.
+        packed_status = base64.b64decode(trailers.get(b"grpc-status-details-bin", b"") + b"==")
+    except ValueError:
+        packed_status = b""
+    return code, details, packed_status
 
 
 def _code_of_reset(code: int) -> StatusCode:
