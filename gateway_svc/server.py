@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import structlog
 
 from gateway_svc.access.authentication import Authentication
@@ -30,10 +29,10 @@ from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
 from quire.service.channels import (
     PUBLIC_MESSAGE_BYTES,
-    connection_age_options,
-    server_options,
 )
 from quire.service.health import Health
+from quire.service.http2.limits import Limits
+from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.memory import free_memory_regularly, keep_heap_compact
 from quire.service.metrics import MetricsServer, start_metrics
@@ -55,6 +54,8 @@ _UNKNOWN_MODEL_LEN = 2**20
 _MODEL_WAIT_S = 5.0
 # A stopping gateway serves calls that were at its socket until none has begun for this time.
 _QUIET_S = 0.25
+# Of one client at once; `--max-live-requests` and the like are lower.
+_MAX_CALLS = 100_000
 _MAX_QUIET_PERIODS = 8
 
 
@@ -96,11 +97,10 @@ class Gateway:
             settings.background_window_s,
         )
         self.tokenization = TokenizationService(self.served, self.scheduler)
-        self._certificates = settings.server_certificates()
         # None if it is not configured.
         self.http = self._make_http(settings)
         # Created at the start, as its limit of a message's size cannot change.
-        self._server: grpc.aio.Server | None = None
+        self._server: Server | None = None
         self._settings = settings
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._tasks: list[asyncio.Task[None]] = []
@@ -123,7 +123,7 @@ class Gateway:
             SERVICES,
             self.health,
             settings.address_file,
-            self._certificates,
+            settings.server_certificates("h2"),
             settings.health_listen,
         )
         self._tasks = [
@@ -194,12 +194,9 @@ class Gateway:
         if self._spans is not None:
             await self._spans.close()
 
-    def _make_server(self, max_message_bytes: int) -> grpc.aio.Server:
-        options = [
-            *server_options(PUBLIC_MESSAGE_BYTES, max_message_bytes),
-            *connection_age_options(self._settings.max_connection_age_s),
-        ]
-        server = grpc.aio.server(interceptors=[self.calls], options=options)
+    def _make_server(self, max_message_bytes: int) -> Server:
+        limits = Limits(max_message_bytes, _MAX_CALLS, self._settings.max_connection_age_s)
+        server = Server(limits, interceptor=self.calls)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), server
         )
@@ -227,7 +224,7 @@ class Gateway:
             settings.http_listen,
             self.live_limits,
             self.authentication,
-            self._certificates,
+            settings.server_certificates(),
             self._tracing,
             settings.max_connection_age_s,
         )

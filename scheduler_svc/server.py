@@ -15,6 +15,7 @@ from quire.internal.v1 import (
 )
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.metrics import MetricsServer, serving_metrics
@@ -66,7 +67,7 @@ class Scheduler:
         self._health = Health([_REDIS, _LEAD, _WORKER], _SERVICES)
         self._steps = StepHistograms()
         self._collector = EngineCollector(self._steps, self._engines)
-        self._server = Server(INTERNAL_MESSAGE_BYTES)
+        self._server = Server(Limits(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(self._handler_of, self._leader_address, self._num_shards),
             self._server,
@@ -101,7 +102,6 @@ class Scheduler:
             settings.address_file,
             settings.server_certificates("h2"),
             settings.health_listen,
-            self._server.bind,
         )
         address = settings.advertise or bound
         cluster = ClusterStore.at(settings.redis_url, settings.redis_password)

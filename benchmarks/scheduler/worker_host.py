@@ -15,6 +15,7 @@ import grpc
 from benchmarks.scheduler import control
 from quire.internal.v1 import worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
+from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from worker_svc.runner.device_thread import DeviceThread
 from worker_svc.service.servicer import WorkerServicer
@@ -82,7 +83,7 @@ class _CountingServer(Server):
     """A worker's server whose traffic is counted."""
 
     def __init__(self, traffic: Traffic) -> None:
-        super().__init__(INTERNAL_MESSAGE_BYTES)
+        super().__init__(Limits(INTERNAL_MESSAGE_BYTES))
         self._traffic = traffic
 
     def add_generic_rpc_handlers(

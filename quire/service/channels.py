@@ -48,15 +48,6 @@ def server_options(
     ]
 
 
-def connection_age_options(max_age_s: float | None) -> _Options:
-    """Options of a server that closes connections of about this age, none if None: new calls need
-    another connection, and the calls of the old one run on until they end."""
-    if max_age_s is None:
-        return []
-    # gRPC adds a jitter of a tenth. The grace period for calls is not limited by default.
-    return [("grpc.max_connection_age_ms", max(1, round(max_age_s * 1000)))]
-
-
 def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> _Options:
     return [
         ("grpc.max_receive_message_length", max_received_bytes or max_message_bytes),

@@ -11,7 +11,9 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from quire.service.channels import server_options
+from quire.service.channels import PUBLIC_MESSAGE_BYTES
+from quire.service.http2.limits import Limits
+from quire.service.http2.server import Server
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -45,7 +47,7 @@ class Health:
         self._names = (READY, *services)
         self.servicer = ListingHealthServicer(("", *self._failing, *self._names))
         # Serves health alone; None without a second address.
-        self._own_server: grpc.aio.Server | None = None
+        self._own_server: Server | None = None
 
     @property
     def ready(self) -> bool:
@@ -64,11 +66,10 @@ class Health:
         await self._publish()
 
     async def listen(self, address: str) -> None:
-        """Serve health alone, without TLS, at a second address. RuntimeError if it cannot be
-        bound."""
-        self._own_server = grpc.aio.server(options=server_options())
+        """Serve health alone, without TLS, at a second address. OSError if it cannot be bound."""
+        self._own_server = Server(Limits(PUBLIC_MESSAGE_BYTES))
         health_pb2_grpc.add_HealthServicer_to_server(self.servicer, self._own_server)
-        self._own_server.add_insecure_port(address)
+        self._own_server.bind(address, None)
         await self._own_server.start()
 
     async def passed(self, check: str) -> None:

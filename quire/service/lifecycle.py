@@ -8,10 +8,8 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
-    Iterator,
     Sequence,
 )
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from quire.service.addresses import check_free
 from quire.service.errors import abort, failed
 from quire.service.health import Health
-from quire.service.tls import ServerCertificates, add_port
+from quire.service.http2.server import Server
+from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
@@ -62,51 +61,33 @@ class Signals:
 
 
 async def start_server(
-    server: grpc.aio.Server,
+    server: Server,
     listen: str,
     services: Sequence[str],
     health: Health,
     address_file: Path | None = None,
     certificates: ServerCertificates | None = None,
     health_listen: str | None = None,
-    bind: Callable[[str, ServerCertificates | None], int] | None = None,
 ) -> str:
     """Add health and reflection, bind and start; return the bound address.
 
     `listen` is `host:port` or `unix:/path`; port 0 picks a free one. With certificates it has TLS.
-    `health_listen` serves health alone. `bind` binds a server that is not gRPC's own, and returns
-    the port. OSError if an address cannot be bound.
+    `health_listen` serves health alone. OSError if an address cannot be bound.
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     _add_reflection((*services, "grpc.health.v1.Health"), server)
     check_free(listen)
-    with _naming(listen):
-        if bind is None:
-            port = add_port(server, listen, certificates)
-        else:
-            port = bind(listen, certificates)
+    port = server.bind(listen, certificates)
     await health.start()
     if health_listen is not None:
         check_free(health_listen)
-        with _naming(health_listen):
-            await health.listen(health_listen)
+        await health.listen(health_listen)
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
         write_address(address_file, address)
     log.info("listening", address=address, tls=certificates is not None)
     return address
-
-
-@contextmanager
-def _naming(listen: str) -> Iterator[None]:
-    """Convert gRPC's failure to bind into an OSError with the address."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gRPC does not report which of these it is.
-        why = "in use, not an address of this machine, or not permitted"
-        raise OSError(f"cannot listen on {listen}: {why}") from error
 
 
 def write_address(file: Path, address: str) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -65,12 +65,6 @@ class TLS:
         return grpc.ssl_channel_credentials(*(_bytes(x) for x in (self.ca, self.key, self.cert)))
 
 
-class _Pem(NamedTuple):
-    key: bytes
-    cert: bytes
-    client_ca: bytes | None
-
-
 class ServerCertificates:
     """The certificates of one process's servers. Each handshake has those of the files' last valid
     contents. Thread-safe."""
@@ -82,45 +76,35 @@ class ServerCertificates:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._version = self._current_version()
-        self._context, self._pem = self._read()
-
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        require = self._tls.client_ca is not None
-        return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), self._configuration, require_client_authentication=require
-        )
+        self._context = self._read()
 
     def ssl_context(self) -> ssl.SSLContext:
         """A context for servers of the standard library. It replaces itself at each handshake."""
-        context = self._current()[0]
+        context = self._current()
         context.sni_callback = self._replace_context
         return context
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        pem = self._current()[1]
-        return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.client_ca)
 
     def _replace_context(
         self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
     ) -> None:
-        connection.context = self._current()[0]
+        connection.context = self._current()
 
-    def _current(self) -> tuple[ssl.SSLContext, _Pem]:
-        """What the files have. Files that are invalid, as between two writes, are logged once, and
-        the former contents stay."""
+    def _current(self) -> ssl.SSLContext:
+        """A context with the files' contents. Files that are invalid, as between two writes, are
+        logged once, and the former contents stay."""
         with self._lock:
             version = self._current_version()
             if version != self._version:
                 # Before the files are read: a change during the reading is seen by the next call.
                 self._version = version
                 try:
-                    self._context, self._pem = self._read()
+                    self._context = self._read()
                     log.info("certificate reloaded", file=str(self._tls.cert))
                 except TLSError as error:
                     log.error("certificate not reloaded", reason=str(error))
-            return self._context, self._pem
+            return self._context
 
-    def _read(self) -> tuple[ssl.SSLContext, _Pem]:
+    def _read(self) -> ssl.SSLContext:
         tls = self._tls
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -129,19 +113,11 @@ class ServerCertificates:
         if tls.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             _load_ca(context, tls.client_ca)
-        return context, _Pem(tls.key.read_bytes(), tls.cert.read_bytes(), _bytes(tls.client_ca))
+        return context
 
     def _current_version(self) -> tuple[FileVersion, ...]:
         files = (self._tls.cert, self._tls.key, self._tls.client_ca)
         return tuple(file_version(file) for file in files if file is not None)
-
-
-def add_port(server: grpc.aio.Server, listen: str, certificates: ServerCertificates | None) -> int:
-    """Bind a server, with TLS if there are certificates; a unix socket has none. RuntimeError if it
-    cannot be bound."""
-    if certificates is None or listen.startswith("unix:"):
-        return server.add_insecure_port(listen)
-    return server.add_secure_port(listen, certificates.grpc_credentials())
 
 
 def open_channel(

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from http2_peer import Peer
+from http2_peer import LIMITS, Peer
 
 from quire.service.http2 import frames
 
@@ -15,9 +15,9 @@ def long_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def peer() -> AsyncIterator[Peer]:
-    """A client whose preface and settings were received."""
-    peer = Peer()
+async def peer(request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
+    """A client whose preface and settings were received; a parameter is the server's limits."""
+    peer = Peer(getattr(request, "param", LIMITS))
     peer.send(frames.PREFACE, frames.pack_settings({}))
     await peer.received()
     yield peer

@@ -9,9 +9,11 @@ from hpack import Decoder, Encoder
 
 from quire.service.http2 import frames
 from quire.service.http2.frames import Frame, FrameReader
+from quire.service.http2.limits import Limits
 from quire.service.http2.messages import pack_message
 from quire.service.http2.server_connection import ServerConnection
 
+LIMITS = Limits(max_message_bytes=1000)
 _REQUEST = [
     (":method", "POST"),
     (":scheme", "http"),
@@ -58,7 +60,7 @@ class Transport(asyncio.Transport):
 class Peer:
     """A client of one connection, with what it has received."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         async def echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             async for request in requests:
                 yield request
@@ -72,8 +74,12 @@ class Peer:
         }
         self.transport = Transport()
         self.is_gone = asyncio.Event()
+
+        async def find(path: str, metadata: object) -> Any:
+            return self.handlers.get(path)
+
         self.connection = ServerConnection(
-            self.handlers.get, 1000, lambda made: None, lambda lost: self.is_gone.set()
+            find, limits, lambda made: None, lambda lost: self.is_gone.set()
         )
         self.connection.connection_made(self.transport)
         self._encoder, self._decoder = Encoder(), Decoder()

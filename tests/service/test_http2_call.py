@@ -25,7 +25,7 @@ from quire.service.http2.call import CallEnded, KeepAlive, StreamCall
 from quire.service.http2.connect import authority, connect
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.messages import MessageReader, pack_message
-from quire.service.tls import TLS, ServerCertificates, ServerTLS
+from quire.service.tls import TLS, ServerTLS
 
 # More than all windows at first, and than a frame.
 LARGE = 3 * 2**20 + 17
@@ -46,7 +46,7 @@ async def refuse(requests: AsyncIterator[bytes], context: _Context) -> AsyncIter
 
 @asynccontextmanager
 async def serving(
-    handler: _Handler, listen: str, certificates: ServerCertificates | None = None
+    handler: _Handler, listen: str, identity: ServerTLS | None = None
 ) -> AsyncIterator[tuple[str, grpc.aio.Server]]:
     def same(message: bytes) -> bytes:
         return message
@@ -56,15 +56,21 @@ async def serving(
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("example.Service", {"Run": method}),)
     )
-    if certificates is None:
+    if identity is None:
         port = server.add_insecure_port(listen)
     else:
-        port = server.add_secure_port(listen, certificates.grpc_credentials())
+        port = server.add_secure_port(listen, _credentials(identity))
     await server.start()
     try:
         yield (listen if listen.startswith("unix:") else f"127.0.0.1:{port}"), server
     finally:
         await server.stop(None)
+
+
+def _credentials(identity: ServerTLS) -> grpc.ServerCredentials:
+    assert identity.client_ca is not None
+    pair = (identity.key.read_bytes(), identity.cert.read_bytes())
+    return grpc.ssl_server_credentials([pair], identity.client_ca.read_bytes(), True)
 
 
 class Client:
@@ -241,7 +247,7 @@ async def test_both_sides_prove_their_identity_with_tls(tmp_path: Path) -> None:
     ca = made / "ca.pem"
     identity = ServerTLS(made / "worker.pem", made / "worker-key.pem", ca)
     tls = TLS(ca, made / "scheduler.pem", made / "scheduler-key.pem")
-    async with serving(echo, "127.0.0.1:0", ServerCertificates(identity)) as (address, _):
+    async with serving(echo, "127.0.0.1:0", identity) as (address, _):
         client = await Client.connected(address, tls, "worker")
         client.call.send(b"x")
         assert await client.messages.get() == b"x"
@@ -295,7 +301,7 @@ def scripted() -> tuple[StreamCall, Transport, list[CallEnded]]:
     [
         (frames.pack_frame(frames.DATA, frames.END_STREAM, 1), "without a status"),
         (frames.pack_frame(frames.DATA, 0, 1, b"\1\0\0\0\1x"), "compressed"),
-        (frames.pack_frame(frames.DATA, 0, 1, b"\0\0\0\0\xffx"), "255 bytes"),
+        (frames.pack_frame(frames.DATA, 0, 1, b"\0\0\0\0\xffx"), "larger than max"),
         (frames.pack_frame(frames.DATA, frames.PADDED, 1, b"\5xx"), "padding"),
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x8d"), "HTTP status"),

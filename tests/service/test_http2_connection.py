@@ -5,9 +5,11 @@ from hpack import Encoder
 from http2_peer import Peer, data
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 from quire.service.http2 import frames
 from quire.service.http2.frames import Frame
+from quire.service.http2.limits import Limits
 from quire.service.http2.messages import pack_message
 from quire.service.http2.server_call import INITIAL_WINDOW
 
@@ -129,8 +131,10 @@ async def test_frames_of_ended_calls_are_ignored(peer: Peer) -> None:
     assert not peer.transport.is_closed
 
 
-async def test_another_content_type_is_refused(peer: Peer) -> None:
-    block = Encoder().encode([(":method", "GET"), (":path", "/")])
+@pytest.mark.parametrize("content_type", ["", "text/html", "application/grpc-web+proto"])
+async def test_another_content_type_is_refused(peer: Peer, content_type: str) -> None:
+    fields = [(":method", "POST"), (":path", "/a.B/Echo"), ("content-type", content_type)]
+    block = Encoder().encode(fields)
     peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, block))
     [refusal] = await peer.received()
     assert peer.fields(refusal) == {":status": "415"}
@@ -148,8 +152,8 @@ async def test_a_client_that_reads_no_acknowledgements_is_disconnected(peer: Pee
     assert peer.transport.is_closed
 
 
-async def test_calls_beyond_the_limit_are_refused(peer: Peer, monkeypatch) -> None:
-    monkeypatch.setattr("quire.service.http2.server_connection._MAX_CALLS", 2)
+@pytest.mark.parametrize("peer", [Limits(1000, max_calls=2)], indirect=True)
+async def test_calls_beyond_the_limit_are_refused(peer: Peer) -> None:
     peer.send(*(peer.headers(number, "/a.B/Hold") for number in (1, 3, 5)))
     assert await peer.received() == [
         Frame(frames.RST_STREAM, 0, 5, frames.U32.pack(frames.REFUSED_STREAM))
@@ -159,6 +163,40 @@ async def test_calls_beyond_the_limit_are_refused(peer: Peer, monkeypatch) -> No
     assert [one.kind for one in await peer.received()] == [frames.RST_STREAM]
     peer.send(peer.headers(9), data(b"x", 9))
     assert [one.kind for one in await peer.received()] == [frames.HEADERS, frames.DATA]
+
+
+@pytest.mark.parametrize("peer", [Limits(1000, max_age_s=0.01)], indirect=True)
+async def test_an_old_connection_is_closed_when_the_client_knows(peer: Peer) -> None:
+    peer.send(peer.headers(1), data(b"x", 1))
+    farewell = frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR)
+    await until(lambda: farewell in peer.transport.written, "the end of its age")
+    *_, goaway, ping = await peer.received()
+    assert (goaway.kind, ping.kind, ping.flags) == (frames.GOAWAY, frames.PING, 0)
+    # A call that was on its way.
+    peer.send(peer.headers(3), data(b"y", 3))
+    assert [one.kind for one in await peer.received()] == [frames.HEADERS, frames.DATA]
+    peer.send(frames.pack_frame(frames.PING, frames.ACK, 0, ping.payload))
+    [goaway] = await peer.received()
+    assert (goaway.kind, goaway.number) == (frames.GOAWAY, 3)
+    # One that was not, and which the client sends again.
+    peer.send(peer.headers(5))
+    assert [one.kind for one in await peer.received()] == [frames.RST_STREAM]
+    peer.send(data(b"", 1, frames.END_STREAM), data(b"z", 3))
+    assert not peer.transport.is_closed
+    peer.send(data(b"", 3, frames.END_STREAM))
+    assert [one.stream for one in await peer.received()] == [1, 1, 3, 3, 3]
+    assert peer.transport.is_closed
+
+
+@pytest.mark.parametrize("peer", [Limits(1000, max_age_s=0.01)], indirect=True)
+async def test_an_old_connection_of_a_client_that_does_not_respond(peer: Peer, monkeypatch) -> None:
+    monkeypatch.setattr("quire.service.http2.server_connection.PING_TIMEOUT_S", 0.01)
+    await until(lambda: peer.transport.is_closed, "the end")
+    assert [one.kind for one in await peer.received()] == [
+        frames.GOAWAY,
+        frames.PING,
+        frames.GOAWAY,
+    ]
 
 
 async def test_messages_wait_for_the_windows_and_are_sent_alternately(peer: Peer) -> None:

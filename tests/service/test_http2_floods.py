@@ -1,6 +1,7 @@
 """Clients that send more than they should, and what it costs the others."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -173,14 +174,39 @@ async def test_what_is_no_call_is_refused(peer: Peer) -> None:
     assert not peer.transport.is_closed
 
 
-@pytest.mark.parametrize(("encoding", "status"), [({}, "13"), ({"grpc-encoding": "gzip"}, "12")])
-async def test_a_compressed_message(peer: Peer, encoding: dict[str, str], status: str) -> None:
-    compressed = frames.pack_frame(frames.DATA, 0, 1, b"\1\0\0\0\1x")
-    peer.send(peer.headers(**encoding), compressed)
+@pytest.mark.parametrize(
+    ("encoding", "message", "status"),
+    [
+        ({}, b"x", "13"),
+        ({"grpc-encoding": "br"}, b"x", "12"),
+        ({"grpc-encoding": "gzip"}, b"x", "13"),
+        ({"grpc-encoding": "deflate"}, zlib.compress(b"x")[:-1], "13"),
+        ({"grpc-encoding": "deflate"}, zlib.compress(b"x") + b"y", "13"),
+        ({"grpc-encoding": "deflate"}, zlib.compress(bytes(1001)), "8"),
+    ],
+)
+async def test_a_compressed_message_that_is_not_read(
+    peer: Peer, encoding: dict[str, str], message: bytes, status: str
+) -> None:
+    prefix = b"\1" + len(message).to_bytes(4, "big")
+    peer.send(peer.headers(**encoding), frames.pack_frame(frames.DATA, 0, 1, prefix + message))
     refusal, reset = await peer.received()
     fields = peer.fields(refusal)
-    assert (fields["grpc-status"], fields["grpc-accept-encoding"]) == (status, "identity")
+    assert fields["grpc-status"] == status
+    assert fields["grpc-accept-encoding"] == "identity,gzip,deflate"
     assert reset.kind == frames.RST_STREAM
+    assert not peer.transport.is_closed
+
+
+async def test_the_largest_message_that_may_be_decompressed(peer: Peer) -> None:
+    message = zlib.compress(bytes(1000))
+    prefix = b"\1" + len(message).to_bytes(4, "big")
+    peer.send(
+        peer.headers(**{"grpc-encoding": "deflate"}),
+        frames.pack_frame(frames.DATA, frames.END_STREAM, 1, prefix + message),
+    )
+    _, response, _ = await peer.received()
+    assert response.payload == pack_message(bytes(1000))
 
 
 async def test_a_request_that_cannot_be_parsed(peer: Peer, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +26,7 @@ from quire.service.errors import abort, unavailable
 from quire.service.health import Health
 from quire.service.http2 import frames
 from quire.service.http2.headers import status_fields
+from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, open_aio_channel
@@ -127,13 +129,12 @@ async def serving(
     tls: TLS | None = None,
     host: str | None = None,
     max_connections: int | None = None,
+    interceptor: grpc.aio.ServerInterceptor | None = None,
 ) -> AsyncIterator[Stack]:
-    server, servicer = Server(max_message_bytes, max_connections), Servicer()
+    server, servicer = Server(Limits(max_message_bytes), max_connections, interceptor), Servicer()
     servicer.add_to(server)
     certificates = None if identity is None else ServerCertificates(identity, "h2")
-    address = await start_server(
-        server, listen, (SERVICE,), Health(()), None, certificates, None, server.bind
-    )
+    address = await start_server(server, listen, (SERVICE,), Health(()), None, certificates)
     stack = Stack(address, server, servicer)
     try:
         async with open_aio_channel(address, _OPTIONS, tls, host) as stack.channel:
@@ -311,17 +312,105 @@ async def test_a_client_waits_for_a_slow_handler() -> None:
 async def test_a_message_that_is_too_large_ends_its_call_alone() -> None:
     async with serving(max_message_bytes=1000) as stack:
         call = stack.echo()
-        with pytest.raises(grpc.aio.AioRpcError, match="1001 bytes") as raised:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"larger than max \(1001 vs\. 1000\)"
+        ) as raised:
             await stack.unary("Fail")(bytes(1001))
         assert raised.value.code() is StatusCode.RESOURCE_EXHAUSTED
         await call.write(bytes(1000))
         assert await call.read() == bytes(1000)
 
 
-async def test_compressed_messages_are_refused() -> None:
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+@pytest.mark.parametrize("size", [1000, LARGE])
+async def test_compressed_messages_are_read(compression: grpc.Compression, size: int) -> None:
     async with serving() as stack:
-        call = stack.unary("Fail")(bytes(1000), compression=grpc.Compression.Gzip)
-        assert await _code_of(call) is StatusCode.UNIMPLEMENTED
+        call = stack.echo(compression=compression)
+        for message in (b"x" * size, random.Random(0).randbytes(size), b""):
+            await call.write(message)
+            assert await call.read() == message
+        await call.done_writing()
+        assert await call.code() is StatusCode.OK
+
+
+async def test_a_message_that_is_too_large_when_it_is_decompressed() -> None:
+    """A few bytes may become gigabytes."""
+    async with serving(max_message_bytes=2**20) as stack:
+        call = stack.unary("Fail")(bytes(2**28), compression=grpc.Compression.Gzip)
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 1048576 bytes") as raised:
+            await call
+        assert raised.value.code() is StatusCode.RESOURCE_EXHAUSTED
+        await check_echo(stack)
+
+
+async def check_echo(stack: Stack) -> None:
+    call = stack.echo()
+    await call.write(b"x")
+    assert await call.read() == b"x"
+    await call.done_writing()
+    assert await call.code() is StatusCode.OK
+
+
+async def test_a_handler_knows_the_metadata_and_the_deadline() -> None:
+    found: list[Any] = []
+
+    async def look(request: bytes, context: Any) -> bytes:
+        found.extend((context.invocation_metadata(), context.time_remaining(), context.code()))
+        return b""
+
+    method = grpc.unary_unary_rpc_method_handler(look, bytes, bytes)
+    handlers = grpc.method_handlers_generic_handler("a.B", {"Look": method})
+    sent = (("key", "1"), ("key", "2"), ("raw-bin", b"\0\xff"))
+    async with serving() as stack:
+        stack.server.add_generic_rpc_handlers((handlers,))
+        call = stack.channel.unary_unary("/a.B/Look")
+        await call(b"", metadata=sent, timeout=30)
+        metadata, remaining_s, code = found
+        assert [pair for pair in metadata if pair[0] != "user-agent"] == [*sent]
+        assert "grpc-python" in dict(metadata)["user-agent"]
+        # gRPC rounds up.
+        assert 0 < remaining_s < 31
+        assert code is None
+        found.clear()
+        await call(b"")
+        assert found[1] is None
+
+
+async def test_an_interceptor_chooses_the_handler() -> None:
+    called: list[tuple[str, Any]] = []
+
+    class Interceptor(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, details: Any) -> Any:
+            called.append((details.method, dict(details.invocation_metadata).get("key")))
+            if details.method.endswith("Echo"):
+                return None
+            return await continuation(details)
+
+    async with serving(interceptor=Interceptor()) as stack:
+        assert await _code_of(stack.unary("Wait")(b"", timeout=0.1, metadata=(("key", "1"),))) is (
+            StatusCode.DEADLINE_EXCEEDED
+        )
+        assert await _code_of(stack.unary("Echo")(b"")) is StatusCode.UNIMPLEMENTED
+        assert await _code_of(stack.unary("Unknown")(b"")) is StatusCode.UNIMPLEMENTED
+    assert [method.rpartition("/")[2] for method, _ in called] == ["Wait", "Echo", "Unknown"]
+    assert called[0][1] == "1"
+
+
+async def test_the_status_of_an_aborted_call_is_known_to_it() -> None:
+    codes: list[StatusCode | None] = []
+
+    async def refuse(request: bytes, context: Any) -> bytes:
+        try:
+            await context.abort(StatusCode.NOT_FOUND, "no")
+        finally:
+            codes.append(context.code())
+
+    method = grpc.unary_unary_rpc_method_handler(refuse, bytes, bytes)
+    async with serving() as stack:
+        handlers = grpc.method_handlers_generic_handler("a.B", {"Refuse": method})
+        stack.server.add_generic_rpc_handlers((handlers,))
+        code = await _code_of(stack.channel.unary_unary("/a.B/Refuse")(b""))
+    assert codes == [code] == [StatusCode.NOT_FOUND]
 
 
 async def test_calls_in_progress_may_end_after_a_stop() -> None:
@@ -494,10 +583,10 @@ async def test_an_address_in_use_is_reported(sockets: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: "):
-            Server(1).bind(f"127.0.0.1:{port}", None)
+            Server(Limits(1)).bind(f"127.0.0.1:{port}", None)
     (sockets / "file").touch()
     with pytest.raises(OSError, match=r"cannot listen on unix:.*file"):
-        Server(1).bind(f"unix:{sockets}/file", None)
+        Server(Limits(1)).bind(f"unix:{sockets}/file", None)
 
 
 async def test_the_socket_of_a_server_that_was_killed_is_replaced(sockets: Path) -> None:

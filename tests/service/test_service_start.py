@@ -5,8 +5,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from quire.service.channels import server_options
+from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2.limits import Limits
+from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
 
 SERVICE = "example.v1.ExampleService"
@@ -19,7 +21,7 @@ async def health() -> Health:
 
 @pytest.fixture
 async def address(health: Health) -> AsyncIterator[str]:
-    server = grpc.aio.server(options=server_options())
+    server = Server(Limits(PUBLIC_MESSAGE_BYTES))
     yield await start_server(server, "127.0.0.1:0", (SERVICE,), health)
     await server.stop(None)
 
@@ -65,5 +67,5 @@ async def test_reflection_responds_under_both_names(address: str, version: str) 
 
 async def test_an_address_in_use_has_a_clear_message(address: str) -> None:
     with pytest.raises(OSError, match=address) as caught:
-        await start_server(grpc.aio.server(options=server_options()), address, (), Health(()))
+        await start_server(Server(Limits(PUBLIC_MESSAGE_BYTES)), address, (), Health(()))
     assert "GRPC_VERBOSITY" not in str(caught.value)

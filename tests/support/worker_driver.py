@@ -15,6 +15,7 @@ from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.protocol_version import PROTOCOL_VERSION
 from worker_svc.plan.plans import plan_from_proto
@@ -69,7 +70,7 @@ async def served(
     servicer = WorkerServicer(thread, on_device_lost)
     if loaded is not None:
         servicer.serve(loaded)
-    server = Server(INTERNAL_MESSAGE_BYTES)
+    server = Server(Limits(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -14,6 +14,7 @@ import uvloop
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.logs import configure_logging
@@ -66,7 +67,7 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
     thread = DeviceThread(settings.pipeline_parallel_size + 1)
     # The supervisor starts a new process with a new device context.
     servicer = WorkerServicer(thread, on_device_lost=partial(os._exit, _DEVICE_LOST))
-    server = Server(INTERNAL_MESSAGE_BYTES)
+    server = Server(Limits(INTERNAL_MESSAGE_BYTES))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     recorder = None if settings.record is None else Recorder(settings.record)
     await start_server(
@@ -77,7 +78,6 @@ async def run(settings: WorkerSettings, load_runner: RunnerLoader) -> None:
         settings.address_file,
         settings.server_certificates("h2"),
         settings.health_listen,
-        server.bind,
     )
     loading = thread.submit(partial(load_runner, settings))
     try:

@@ -1,7 +1,6 @@
 """One streaming gRPC call, the only one of its HTTP/2 connection."""
 
 import asyncio
-import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
@@ -12,7 +11,7 @@ from hpack import Encoder
 
 from quire.service.http2 import frames
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
-from quire.service.http2.headers import HeaderBlocks, Headers, pack_headers
+from quire.service.http2.headers import HeaderBlocks, Headers, decode_binary, pack_headers
 from quire.service.http2.messages import PREFIX, MessageReader, pack_message
 
 # Of frames; under names that are found at once.
@@ -337,8 +336,7 @@ def _status(trailers: Mapping[bytes, bytes]) -> tuple[StatusCode, str, bytes]:
     code = _CODES.get(trailers.get(b"grpc-status", b""), StatusCode.UNKNOWN)
     details = unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
     try:
-        # Padding is optional.
-        packed_status = base64.b64decode(trailers.get(b"grpc-status-details-bin", b"") + b"==")
+        packed_status = decode_binary(trailers.get(b"grpc-status-details-bin", b""))
     except ValueError:
         packed_status = b""
     return code, details, packed_status

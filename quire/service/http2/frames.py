@@ -39,6 +39,8 @@ PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Windows before any setting or update, and the largest ones.
 DEFAULT_WINDOW: Final = 2**16 - 1
 MAX_WINDOW: Final = 2**31 - 1
+# As the last stream of a GOAWAY: of all that may come.
+MAX_STREAM: Final = 2**31 - 1
 DEFAULT_FRAME_SIZE: Final = 2**14
 
 # Length (24 bits) and type, flags, stream.

@@ -1,8 +1,9 @@
 """Header blocks of HTTP/2, and what gRPC writes into them."""
 
 import base64
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_to_bytes
 
@@ -21,6 +22,17 @@ _MAX_BLOCK_BYTES: Final = 2**18
 _FIELD_BYTES: Final = 32
 # Of a status message as it is sent: beyond 8 KiB of metadata, gRPC's clients refuse some responses.
 _MAX_MESSAGE_BYTES: Final = 4096
+# Fields that gRPC itself writes.
+_OF_THE_CALL: Final = frozenset(
+    {
+        b"te",
+        b"content-type",
+        b"grpc-timeout",
+        b"grpc-encoding",
+        b"grpc-accept-encoding",
+        b"grpc-message-type",
+    }
+)
 # Characters of a status message that are not percent-encoded: printable ones without %.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -29,6 +41,8 @@ class Headers(NamedTuple):
     stream: int
     # Of a repeated name, the last one.
     fields: Mapping[bytes, bytes]
+    # All of them.
+    pairs: Sequence[tuple[bytes, bytes]]
     # Nothing follows in the stream.
     ends_stream: bool
     num_bytes: int
@@ -73,9 +87,10 @@ class HeaderBlocks:
             decoded = self._decoder.decode(bytes(self._block), raw=True)
         except HPACKError as error:
             raise ProtocolError(f"headers: {error}") from error
-        fields = {bytes(name): bytes(value) for name, value in decoded}
+        pairs = [(bytes(name), bytes(value)) for name, value in decoded]
         num_bytes = sum(len(name) + len(value) + _FIELD_BYTES for name, value in decoded)
-        return Headers(first.stream, fields, bool(first.flags & frames.END_STREAM), num_bytes)
+        ends_stream = bool(first.flags & frames.END_STREAM)
+        return Headers(first.stream, dict(pairs), pairs, ends_stream, num_bytes)
 
 
 def pack_headers(stream: int, block: bytes, ends_stream: bool) -> bytes:
@@ -88,6 +103,27 @@ def pack_headers(stream: int, block: bytes, ends_stream: bool) -> bytes:
         packed.append(frames.pack_frame(kind, flags | end, stream, part))
         kind, flags = frames.CONTINUATION, 0
     return b"".join(packed)
+
+
+def metadata_of(headers: Headers) -> tuple[tuple[str, str | bytes], ...]:
+    """What the client has added to a call. What cannot be read is left out."""
+    found: list[tuple[str, str | bytes]] = []
+    for name, value in headers.pairs:
+        if name.startswith(b":") or name in _OF_THE_CALL:
+            continue
+        if not name.endswith(b"-bin"):
+            found.append((name.decode("ascii", "replace"), value.decode("ascii", "replace")))
+            continue
+        for part in value.split(b","):
+            with contextlib.suppress(ValueError):
+                found.append((name.decode("ascii", "replace"), decode_binary(part)))
+    return tuple(found)
+
+
+def decode_binary(value: bytes) -> bytes:
+    """The value of a field whose name ends with `-bin`. ValueError if it cannot be read."""
+    # Padding is optional.
+    return base64.b64decode(value + b"==")
 
 
 def status_fields(

@@ -27,7 +27,9 @@ class MessageReader:
     """Divides the data of a stream into messages."""
 
     def __init__(self, max_message_bytes: int) -> None:
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
+        # Whether the next message may be compressed.
+        self.allows_compressed = False
         self._rest = bytearray()
 
     def is_whole(self, data: bytes, start: int, end: int) -> bool:
@@ -35,7 +37,7 @@ class MessageReader:
         if self._rest or end - start < PREFIX.size:
             return False
         is_compressed, length = PREFIX.unpack_from(data, start)
-        return bool(length == end - start - PREFIX.size <= self._max_message_bytes) and not (
+        return bool(length == end - start - PREFIX.size <= self.max_message_bytes) and not (
             is_compressed
         )
 
@@ -49,6 +51,11 @@ class MessageReader:
         """What was received and is not read yet."""
         return len(self._rest)
 
+    @property
+    def is_next_compressed(self) -> bool:
+        """Whether the next message, which has begun, is compressed."""
+        return bool(self._rest[0])
+
     def add(self, data: bytes) -> None:
         """Add received bytes."""
         self._rest += data
@@ -59,12 +66,13 @@ class MessageReader:
         if len(self._rest) < PREFIX.size:
             return False
         is_compressed, length = PREFIX.unpack_from(self._rest)
-        if is_compressed:
+        if is_compressed and not self.allows_compressed:
             raise MessageRefused(StatusCode.UNIMPLEMENTED, "a message is compressed")
-        if length > self._max_message_bytes:
+        if length > self.max_message_bytes:
             raise MessageRefused(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"a message has {length} bytes, more than {self._max_message_bytes}",
+                # As gRPC has it: clients recognise this text.
+                f"Received message larger than max ({length} vs. {self.max_message_bytes})",
             )
         return bool(len(self._rest) >= PREFIX.size + length)
 

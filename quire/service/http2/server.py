@@ -5,17 +5,18 @@ import contextlib
 import resource
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import AF_UNIX, socket
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import grpc
 import structlog
 
+from quire.service.http2.limits import Limits
 from quire.service.http2.listening import bind
-from quire.service.http2.server_call import Handler
+from quire.service.http2.server_call import Handler, Metadata
 from quire.service.http2.server_connection import ServerConnection
 from quire.service.tls import ServerCertificates
 
@@ -28,11 +29,11 @@ _CANCELLED_WITHIN_S: Final = 1.0
 
 
 @dataclass
-class _Called:
+class _Called(grpc.HandlerCallDetails):
     """What handlers are looked up by."""
 
     method: str
-    invocation_metadata: tuple[Any, ...] = ()
+    invocation_metadata: Metadata = ()
 
 
 class _Refused(asyncio.Protocol):
@@ -51,13 +52,19 @@ def _half_of_files() -> int:
 
 
 class Server(grpc.aio.Server):
-    """Serves the handlers that are added to it as the server of grpc.aio does, but without
-    compression, interceptors, and most methods of a handler's context."""
+    """Serves the handlers that are added to it as the server of grpc.aio does, but without most
+    methods of a handler's context."""
 
-    def __init__(self, max_message_bytes: int, max_connections: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        max_connections: int | None = None,
+        interceptor: grpc.aio.ServerInterceptor | None = None,
+    ) -> None:
         """`max_connections`: by default half of the files that the process may open; the others
         are for connections to other services."""
-        self._max_message_bytes = max_message_bytes
+        self._limits = limits
+        self._interceptor = interceptor
         self._max_connections = _half_of_files() if max_connections is None else max_connections
         # Whether that was reported.
         self._is_full = False
@@ -152,12 +159,17 @@ class Server(grpc.aio.Server):
                 log.warning("connections are refused", limit=self._max_connections)
             self._is_full = True
             return _Refused()
-        return ServerConnection(
-            self._handler_of, self._max_message_bytes, self._opened, self._closed
-        )
+        return ServerConnection(self._find_handler, self._limits, self._opened, self._closed)
 
-    def _handler_of(self, path: str) -> "Handler | None":
-        called = _Called(path)
+    async def _find_handler(self, path: str, metadata: Callable[[], Metadata]) -> "Handler | None":
+        if self._interceptor is None:
+            return self._handler_of(_Called(path))
+        return await self._interceptor.intercept_service(self._look_up, _Called(path, metadata()))
+
+    async def _look_up(self, called: grpc.HandlerCallDetails) -> "Handler | None":
+        return self._handler_of(called)
+
+    def _handler_of(self, called: grpc.HandlerCallDetails) -> "Handler | None":
         found = (handlers.service(called) for handlers in self._handlers)
         return next((handler for handler in found if handler is not None), None)
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -11,8 +11,9 @@ import structlog
 from grpc import StatusCode
 
 from quire.service.http2 import frames
+from quire.service.http2.compression import ACCEPTED, decompressed, is_known
 from quire.service.http2.frames import ProtocolError
-from quire.service.http2.headers import status_fields
+from quire.service.http2.headers import Headers, metadata_of, status_fields
 from quire.service.http2.messages import MessageReader, MessageRefused
 from quire.service.http2.output import Output
 
@@ -31,21 +32,33 @@ _UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, 
 _RESPONSE: Final = [
     (":status", "200"),
     ("content-type", "application/grpc"),
-    ("grpc-accept-encoding", "identity"),
+    ("grpc-accept-encoding", ACCEPTED),
 ]
+
+# Characters of the path of an unknown method that its refusal repeats.
+_MAX_PATH_CHARS: Final = 200
 
 # Generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
+# Finds a handler by its path, /package.Service/Method, and the call's metadata, if it needs them.
+FindHandler: TypeAlias = Callable[[str, Callable[[], Metadata]], Awaitable["Handler | None"]]
 
 
 class ServerCall:
     """Receives the frames of a call's stream, and is the context that its handler gets: of
-    `grpc.aio.ServicerContext` it has what schedulers and workers use."""
+    `grpc.aio.ServicerContext` it has what the services use."""
 
     def __init__(
-        self, number: int, output: Output, max_message_bytes: int, on_end: Callable[[int], None]
+        self,
+        headers: Headers,
+        output: Output,
+        max_message_bytes: int,
+        on_end: Callable[[int], None],
     ) -> None:
-        """`number` is that of the stream. `on_end` is called when the call ends."""
+        """`on_end` is called with the number of the stream when the call ends."""
+        number = headers.stream
+        self._headers = headers
         self._number = number
         self._output = output
         self._stream = output.open_stream(number)
@@ -56,8 +69,8 @@ class ServerCall:
         self._changed = asyncio.Event()
         # What the handler has not read.
         self._messages = MessageReader(max_message_bytes)
-        # Whether the client has named a compression.
-        self._has_encoding = False
+        # The compression that the client has named.
+        self._encoding = "identity"
         # Bytes that were received, and those that the client was allowed to send beyond its first
         # window.
         self._num_received = self._num_allowed = 0
@@ -66,15 +79,17 @@ class ServerCall:
         self._num_read = self._num_written = 0
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        # The status; None until the end.
+        self._code: StatusCode | None = None
 
     # The connection's side
 
-    def start(self, handler: Handler, fields: Mapping[bytes, bytes]) -> asyncio.Task[None]:
+    def start(self, find: FindHandler) -> asyncio.Task[None]:
         """Run the handler, for at most the time that the client's headers allow."""
-        self._deserialize = handler.request_deserializer or bytes
-        self._serialize = handler.response_serializer or bytes
-        self._has_encoding = fields.get(b"grpc-encoding", b"identity") != b"identity"
-        self._task = asyncio.create_task(self._run(handler))
+        fields = self._headers.fields
+        self._encoding = fields.get(b"grpc-encoding", b"identity").decode(errors="replace")
+        self._messages.allows_compressed = is_known(self._encoding)
+        self._task = asyncio.create_task(self._run(find))
         if (timeout_s := _timeout_s(fields)) is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(timeout_s, self._expire)
@@ -108,6 +123,19 @@ class ServerCall:
 
     # The handler's side
 
+    def invocation_metadata(self) -> Metadata:
+        return metadata_of(self._headers)
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        if self._timer is None:
+            return None
+        return max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+
+    def code(self) -> StatusCode | None:
+        """The status of the call; None until its end."""
+        return self._code
+
     async def write(self, response: Any) -> None:
         """Send a response; wait until the client may receive all of it. CancelledError if the call
         has ended."""
@@ -136,16 +164,25 @@ class ServerCall:
 
     async def _next(self) -> bytes | None:
         """The next request; None behind the last one."""
-        while (request := self._messages.take()) is None:
+        while not self._messages.has_next():
             if self._has_all_requests or self._has_ended:
                 return None
             self._changed.clear()
             await self._changed.wait()
+        is_compressed = self._messages.is_next_compressed
+        request = self._messages.take()
+        assert request is not None
         self._check_next()
         self._num_read += 1
         if self._num_read % _MAX_RUN == 0:
             await asyncio.sleep(0)
-        return request
+        return await self._decompressed(request) if is_compressed else request
+
+    async def _decompressed(self, request: bytes) -> bytes:
+        try:
+            return await decompressed(request, self._encoding, self._messages.max_message_bytes)
+        except MessageRefused as error:
+            await self.abort(error.code, str(error))
 
     async def _parsed(self, request: bytes) -> Any:
         try:
@@ -155,9 +192,9 @@ class ServerCall:
                 StatusCode.INTERNAL, f"the request cannot be parsed: {error}"[:_MAX_ERROR_CHARS]
             )
 
-    async def _run(self, handler: Handler) -> None:
+    async def _run(self, find: FindHandler) -> None:
         try:
-            await self._handle(handler)
+            await self._handle(await self._found(find))
         except grpc.aio.AbortError:
             pass
         except asyncio.CancelledError:
@@ -168,6 +205,16 @@ class ServerCall:
             self._end(StatusCode.UNKNOWN, f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
         else:
             self._end(StatusCode.OK, "")
+
+    async def _found(self, find: FindHandler) -> Handler:
+        path = self._headers.fields.get(b":path", b"").decode(errors="replace")
+        handler = await find(path, self.invocation_metadata)
+        if handler is None:
+            shown = path[:_MAX_PATH_CHARS]
+            await self.abort(StatusCode.UNIMPLEMENTED, f"there is no method {shown}")
+        self._deserialize = handler.request_deserializer or bytes
+        self._serialize = handler.response_serializer or bytes
+        return handler
 
     async def _handle(self, handler: Handler) -> None:
         method: Any = (
@@ -203,6 +250,7 @@ class ServerCall:
         """Send the status, unless the call has ended."""
         if self._has_ended:
             return
+        self._code = code
         fields = status_fields(code, message, trailing_metadata)
         if not self._has_responded:
             fields = _RESPONSE + fields
@@ -235,8 +283,8 @@ class ServerCall:
         try:
             is_complete = self._messages.has_next()
         except MessageRefused as error:
-            is_known = self._has_encoding or error.code is not StatusCode.UNIMPLEMENTED
-            self.fail(error.code if is_known else StatusCode.INTERNAL, str(error))
+            is_named = self._encoding != "identity" or error.code is not StatusCode.UNIMPLEMENTED
+            self.fail(error.code if is_named else StatusCode.INTERNAL, f"SERVER: {error}")
             return
         if is_complete:
             self._changed.set()

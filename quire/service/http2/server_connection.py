@@ -1,6 +1,8 @@
 """One connection of a client to the server."""
 
 import asyncio
+import random
+import re
 import time
 from collections.abc import Callable
 from typing import Final, cast
@@ -11,14 +13,13 @@ from grpc import StatusCode
 from quire.service.http2 import frames
 from quire.service.http2.frames import FloodError, Frame, FrameReader, ProtocolError
 from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
+from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
-from quire.service.http2.server_call import INITIAL_WINDOW, Handler, ServerCall
+from quire.service.http2.server_call import INITIAL_WINDOW, FindHandler, ServerCall
 
 log = structlog.get_logger()
 
 _MAX_FRAME_BYTES: Final = 2**20
-# Calls at once, those included that are cancelled and have not ended.
-_MAX_CALLS: Final = 1000
 # Received bytes after which the connection's window is raised to its maximum again. Windows of
 # streams bound what is received.
 _WINDOW_STEP: Final = 2**24
@@ -26,16 +27,19 @@ _WINDOW_STEP: Final = 2**24
 KEEPALIVE_S: Final = 20.0
 PING_TIMEOUT_S: Final = 5.0
 _PING_BYTES: Final = 8
+# The ping whose response says that the client knows of the end of its connection.
+_LAST_PING: Final = b"the last"
+_AGE_JITTER: Final = 0.1
+# Of gRPC, in whatever format its messages are; not that of gRPC-Web.
+_CONTENT_TYPE: Final = re.compile(rb"application/grpc(?:[+;]|$)")
 _CARRIERS: Final = frozenset({frames.DATA, frames.HEADERS, frames.WINDOW_UPDATE})
 # The time slice of a client: frames are received for so long at a time, so that a client that
 # floods the server holds up no other.
 _MAX_SLICE_S: Final = 0.001
-# Frames that carry nothing, such as pings: so many at once, and so many per second. Cancelling all
-# calls of a connection is permitted.
+# Frames that carry nothing, such as pings: so many at once, and so many per second; and as many as
+# there may be calls, so that cancelling all of them is permitted.
 _MAX_EMPTY_FRAMES: Final = 10_000
 _EMPTY_FRAMES_PER_S: Final = 1000
-# Characters of the path of an unknown method that its refusal repeats.
-_MAX_PATH_CHARS: Final = 200
 
 
 class ServerConnection(asyncio.Protocol):
@@ -44,15 +48,15 @@ class ServerConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        handler_of: Callable[[str], "Handler | None"],
-        max_message_bytes: int,
+        find_handler: FindHandler,
+        limits: Limits,
         on_opened: Callable[["ServerConnection"], None],
         on_closed: Callable[["ServerConnection"], None],
     ) -> None:
-        """`handler_of` finds a handler by its path, /package.Service/Method. `on_closed` is called
-        when the connection is closed and all of its handlers have ended."""
-        self._handler_of = handler_of
-        self._max_message_bytes = max_message_bytes
+        """`on_closed` is called when the connection is closed and all of its handlers have
+        ended."""
+        self._find_handler = find_handler
+        self._limits = limits
         self._on_opened, self._on_closed = on_opened, on_closed
         # What is missing of the preface.
         self._preface = frames.PREFACE
@@ -70,6 +74,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
+        self._retirement: asyncio.TimerHandle | None = None
         # When it has sent something last, by the loop's clock.
         self._last_received_at = 0.0
 
@@ -79,6 +84,14 @@ class ServerConnection(asyncio.Protocol):
             self._is_closing = True
             self._output.write(frames.pack_goaway(self._last_stream, frames.NO_ERROR))
             self._close_if_idle()
+
+    def _retire(self) -> None:
+        """Let the client use another connection for further calls, then drain: calls that are on
+        their way when it gets to know are served."""
+        if not self._is_closing:
+            ping = frames.pack_frame(frames.PING, 0, 0, _LAST_PING)
+            self._output.write(frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR) + ping)
+            self._retirement = asyncio.get_running_loop().call_later(PING_TIMEOUT_S, self.drain)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -91,7 +104,7 @@ class ServerConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._output = Output(self._transport)
         settings = {
-            frames.MAX_CONCURRENT_STREAMS: _MAX_CALLS,
+            frames.MAX_CONCURRENT_STREAMS: self._limits.max_calls,
             frames.INITIAL_WINDOW_SIZE: INITIAL_WINDOW,
             frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
             frames.MAX_HEADER_LIST_SIZE: MAX_HEADERS_BYTES,
@@ -102,11 +115,16 @@ class ServerConnection(asyncio.Protocol):
         )
         self._last_received_at = asyncio.get_running_loop().time()
         self._watch()
+        if (age_s := self._limits.max_age_s) is not None:
+            # Clients that connected together do not all connect again at the same time.
+            age_s *= random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
+            self._retirement = asyncio.get_running_loop().call_later(age_s, self._retire)
         self._on_opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._retirement):
+            if timer is not None:
+                timer.cancel()
         for call in list(self._calls.values()):
             call.reset()
         self._is_lost = True
@@ -233,7 +251,7 @@ class ServerConnection(asyncio.Protocol):
         self._counted_at = self._last_received_at
         left = self._num_empty_frames - since_s * _EMPTY_FRAMES_PER_S
         self._num_empty_frames = max(left, 0.0) + 1
-        if self._num_empty_frames > _MAX_EMPTY_FRAMES:
+        if self._num_empty_frames > max(_MAX_EMPTY_FRAMES, self._limits.max_calls):
             raise FloodError("too many frames that carry nothing")
 
     def _receive_ping(self, frame: Frame) -> None:
@@ -241,6 +259,8 @@ class ServerConnection(asyncio.Protocol):
             raise ProtocolError("a ping has a wrong length")
         if not frame.flags & frames.ACK:
             self._output.respond(frames.pack_frame(frames.PING, frames.ACK, 0, frame.payload))
+        elif frame.payload == _LAST_PING and self._retirement is not None:
+            self.drain()
 
     def _receive_data(self, frame: Frame) -> None:
         self._check_begun(frame.stream or self._last_stream + 1)
@@ -270,7 +290,7 @@ class ServerConnection(asyncio.Protocol):
             self._last_stream = stream
             # The status of a call waits for no window.
             self._output.check_read()
-            if self._is_closing or len(self._tasks) >= _MAX_CALLS:
+            if self._is_closing or len(self._tasks) >= self._limits.max_calls:
                 self._output.respond(frames.pack_reset(stream, frames.REFUSED_STREAM))
             else:
                 self._start_call(headers)
@@ -279,13 +299,14 @@ class ServerConnection(asyncio.Protocol):
 
     def _start_call(self, headers: Headers) -> None:
         fields, number = headers.fields, headers.stream
-        if not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+        if not _CONTENT_TYPE.match(fields.get(b"content-type", b"")):
             self._refuse_request(headers, [(":status", "415")])
             return
         if fields.get(b":method") != b"POST":
             self._refuse_request(headers, [(":status", "405"), ("allow", "POST")])
             return
-        call = ServerCall(number, self._output, self._max_message_bytes, self._call_ended)
+        max_message_bytes = self._limits.max_message_bytes
+        call = ServerCall(headers, self._output, max_message_bytes, self._call_ended)
         self._calls[number] = call
         if headers.ends_stream:
             call.receive_end()
@@ -295,13 +316,7 @@ class ServerConnection(asyncio.Protocol):
                 f"the metadata has {headers.num_bytes} bytes, more than {MAX_HEADERS_BYTES}",
             )
             return
-        path = fields.get(b":path", b"").decode(errors="replace")
-        handler = self._handler_of(path)
-        if handler is None:
-            shown = path[:_MAX_PATH_CHARS]
-            call.fail(StatusCode.UNIMPLEMENTED, f"there is no method {shown}")
-            return
-        task = call.start(handler, fields)
+        task = call.start(self._find_handler)
         self._tasks.add(task)
         task.add_done_callback(self._handler_ended)
 

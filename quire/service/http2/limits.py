@@ -1,0 +1,14 @@
+"""What a server permits its clients."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may do with a connection."""
+
+    max_message_bytes: int
+    # At once, those included that are cancelled and have not ended.
+    max_calls: int = 1000
+    # A connection of about this age accepts no more calls; None: of any age.
+    max_age_s: float | None = None
