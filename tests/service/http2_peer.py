@@ -29,12 +29,14 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
+        self.num_writes = 0
         self.is_closed = False
         self.is_read = True
         self.num_unread = 0
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         self.written += data
+        self.num_writes += 1
 
     def close(self) -> None:
         self.is_closed = True

@@ -131,6 +131,25 @@ async def test_frames_of_ended_calls_are_ignored(peer: Peer) -> None:
     assert not peer.transport.is_closed
 
 
+async def test_frames_of_many_streams_are_sent_together(peer: Peer) -> None:
+    streams = range(1, 21, 2)
+    peer.send(*(peer.headers(stream) for stream in streams))
+    await peer.received()
+    before = peer.transport.num_writes
+    peer.send(*(data(b"x", stream) for stream in streams))
+    sent = [frame.stream for frame in await peer.received() if frame.kind == frames.DATA]
+    assert sent == [*streams]
+    assert peer.transport.num_writes == before + 1
+
+
+async def test_what_was_written_is_sent_before_the_end(peer: Peer) -> None:
+    peer.send(peer.headers(), data(b"x", flags=frames.END_STREAM))
+    peer.connection.drain()
+    sent = await peer.received()
+    assert [frame.kind for frame in sent[-2:]] == [frames.DATA, frames.HEADERS]
+    assert peer.transport.is_closed
+
+
 @pytest.mark.parametrize("content_type", ["", "text/html", "application/grpc-web+proto"])
 async def test_another_content_type_is_refused(peer: Peer, content_type: str) -> None:
     fields = [(":method", "POST"), (":path", "/a.B/Echo"), ("content-type", content_type)]

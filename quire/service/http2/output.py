@@ -32,6 +32,9 @@ class Output:
         # Whether the socket takes no more now.
         self.is_paused = False
         self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        # Frames of this iteration of the loop.
+        self._written: list[bytes] = []
         self._encoder = Encoder()
         self._initial_window = frames.DEFAULT_WINDOW
         self._streams: dict[int, OutputStream] = {}
@@ -48,9 +51,19 @@ class Output:
         self._streams.pop(number, None)
 
     def write(self, data: bytes) -> None:
-        """Send frames at once; no effect if the connection is closed."""
-        if not self._transport.is_closing():
-            self._transport.write(data)
+        """Send frames, in this iteration of the loop together with all others: after a step each of
+        many streams has one, and they would cost a call of the system each."""
+        if not self._written:
+            self._loop.call_soon(self.flush)
+        self._written.append(data)
+
+    def flush(self) -> None:
+        """Send what was written; no effect if the connection is closed."""
+        if self._written:
+            data = b"".join(self._written)
+            self._written.clear()
+            if not self._transport.is_closing():
+                self._transport.write(data)
 
     def respond(self, data: bytes) -> None:
         """Send frames that the peer has asked for. ProtocolError if it reads none."""

@@ -95,6 +95,7 @@ class ServerConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close the connection at once."""
+        self._output.flush()
         self._transport.abort()
 
     # asyncio.Protocol
@@ -180,7 +181,7 @@ class ServerConnection(asyncio.Protocol):
         log.info("a connection was refused", peer=str(peer), reason=str(why))
         self._is_closing = True
         self._output.write(frames.pack_goaway(self._last_stream, why.goaway_code))
-        self._transport.close()
+        self._close()
 
     def _report_if_closed(self) -> None:
         if self._is_lost and not self._tasks:
@@ -188,7 +189,11 @@ class ServerConnection(asyncio.Protocol):
 
     def _close_if_idle(self) -> None:
         if self._is_closing and not self._calls:
-            self._transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._output.flush()
+        self._transport.close()
 
     def _watch(self) -> None:
         """Look after the client when it may have been silent for too long."""
