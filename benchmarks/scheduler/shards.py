@@ -12,8 +12,8 @@ from benchmarks.scheduler.throughput import Effort, full_rows
 from benchmarks.scheduler.workload import Workload
 
 _NUM_ROWS = 256
-# Slow enough for two cores to run all processes.
-_STEP_MS = 400.0
+# Slow enough for two cores to run all processes: with the shorter one they are three quarters busy.
+_LONG_STEP_MS, _SHORT_STEP_MS = 400.0, 200.0
 _FILL_TIMEOUT_S = 150.0
 _MOST_AT_ONCE = 1024
 _LEAST_OF_IDEAL = 0.98
@@ -29,9 +29,13 @@ class Case:
 
     num_shards: int
     num_schedulers: int
+    step_ms: float = _LONG_STEP_MS
 
 
-CASES = (Case(1, 1), Case(2, 2), Case(4, 4), Case(8, 8), Case(8, 1))
+CASES = (
+    *(Case(1, 1), Case(2, 2), Case(4, 4), Case(8, 8), Case(8, 1)),
+    *(Case(number, number, _SHORT_STEP_MS) for number in (1, 4, 8)),
+)
 
 
 def shards(
@@ -48,7 +52,7 @@ def shards(
         name="shards",
         title=f"Shards, with {num_workers} workers of {_NUM_ROWS} rows",
         notes=[
-            f"{_STEP_MS:g} ms per step, every row decodes. *CPU* is the processor time of each "
+            "Every row decodes. *CPU* is the processor time of each "
             "kind of process per step of one worker, by the Linux kernel's counters, with all that "
             "its processes do besides steps. The schedulers are not instrumented. *Cores* are "
             f"those used by all processes together, of {len(os.sched_getaffinity(0))}. A *call* of "
@@ -57,6 +61,7 @@ def shards(
         columns=[
             Column("shards", "shards", "d"),
             Column("schedulers", "schedulers", "d"),
+            Column("step_ms", "step ms", "g"),
             Column("tokens_per_s", "tokens/s", ",.0f"),
             Column("of_ideal", "of ideal", ".3f"),
             Column("scheduler_ms", "CPU ms per step: schedulers", ".2f"),
@@ -64,7 +69,7 @@ def shards(
             Column("workers_ms", "workers", ".2f"),
             Column("load_ms", "load", ".2f"),
             Column("redis_calls", "Redis calls per step", ".2f"),
-            Column("worker_step_ms", "worker's step ms", ".1f"),
+            Column("worker_step_ms", "measured step ms", ".1f"),
             Column("cores", "cores", ".2f"),
         ],
         rows=rows,
@@ -77,7 +82,8 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
     found = [_of_ideal(row) for row in rows]
     for one in rows:
         if one["shards"] == 1:
-            found += [_growth(row, one) for row in rows if row is not one]
+            others = [row for row in rows if row is not one and _step_ms(row) == _step_ms(one)]
+            found += [_growth(row, one) for row in others]
     return found
 
 
@@ -171,14 +177,22 @@ def step_ms(used: Counters, num_workers: int) -> float:
 
 
 def _case(row: dict[str, Cell]) -> Case:
-    return Case(int(row["shards"] or 0), int(row["schedulers"] or 0))
+    return Case(int(row["shards"] or 0), int(row["schedulers"] or 0), _step_ms(row))
+
+
+def _step_ms(row: dict[str, Cell]) -> float:
+    return float(row.get("step_ms") or _LONG_STEP_MS)
+
+
+def _name(row: dict[str, Cell]) -> str:
+    return f"{row['shards']} shards in {row['schedulers']} schedulers, {_step_ms(row):g} ms"
 
 
 def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
-    effort = effort.of_steps(_STEP_MS / 2)
-    model = dict(full_rows(num_workers, _NUM_ROWS, _STEP_MS, effort).model)
+    effort = effort.of_steps(case.step_ms / 2)
+    model = dict(full_rows(num_workers, _NUM_ROWS, case.step_ms, effort).model)
     # The first rows decode while the last ones are filled.
-    model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / _STEP_MS)
+    model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / case.step_ms)
     model["num_blocks"] = int(_NUM_ROWS * -(-model["max_model_len"] // 16) * 1.02) + 2
     setting = FleetSetting(
         num_workers=num_workers,
@@ -190,10 +204,11 @@ def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
     with Fleet(setting) as fleet:
         filled(fleet, int(model["max_model_len"]) - _PROMPT_TOKENS[1])
         figures = per_step(windows(fleet, effort), num_workers)
-    ideal = num_workers * _NUM_ROWS * 1000 / _STEP_MS
+    ideal = num_workers * _NUM_ROWS * 1000 / case.step_ms
     return {
         "shards": case.num_shards,
         "schedulers": case.num_schedulers,
+        "step_ms": case.step_ms,
         "of_ideal": float(figures["tokens_per_s"] or 0) / ideal,
         **figures,
     }
@@ -201,7 +216,7 @@ def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
 
 def _of_ideal(row: dict[str, Cell]) -> Target:
     of_ideal = float(row["of_ideal"] or 0)
-    what = f"{row['shards']} shards in {row['schedulers']} schedulers, of ideal"
+    what = f"{_name(row)}, of ideal"
     aim = f"at least {_LEAST_OF_IDEAL:g}"
     return Target(what, aim, f"{of_ideal:.3f}", of_ideal >= _LEAST_OF_IDEAL)
 
@@ -209,7 +224,7 @@ def _of_ideal(row: dict[str, Cell]) -> Target:
 def _growth(row: dict[str, Cell], one: dict[str, Cell]) -> Target:
     growth = float(row["scheduler_ms"] or 0) / float(one["scheduler_ms"] or 1) - 1
     return Target(
-        f"{row['shards']} shards in {row['schedulers']} schedulers, CPU per step beside one shard",
+        f"{_name(row)}, CPU per step beside one shard",
         f"within {_MOST_GROWTH:.0%}",
         f"{growth:+.1%}",
         growth <= _MOST_GROWTH,

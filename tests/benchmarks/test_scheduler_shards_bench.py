@@ -14,6 +14,7 @@ def row(case: Case, of_ideal: float, scheduler_ms: float) -> dict[str, Cell]:
     return {
         "shards": case.num_shards,
         "schedulers": case.num_schedulers,
+        "step_ms": case.step_ms,
         "of_ideal": of_ideal,
         "scheduler_ms": scheduler_ms,
     }
@@ -23,24 +24,31 @@ def test_the_time_per_step_is_compared_with_one_shard() -> None:
     rows = [row(Case(1, 1), 0.99, 1.0), row(Case(2, 2), 0.97, 1.2), row(Case(8, 1), 0.98, 0.5)]
     found = {target.what: (target.measured, target.met) for target in targets(rows)}
     assert found == {
-        "1 shards in 1 schedulers, of ideal": ("0.990", True),
-        "2 shards in 2 schedulers, of ideal": ("0.970", False),
-        "8 shards in 1 schedulers, of ideal": ("0.980", True),
-        "2 shards in 2 schedulers, CPU per step beside one shard": ("+20.0%", False),
-        "8 shards in 1 schedulers, CPU per step beside one shard": ("-50.0%", True),
+        "1 shards in 1 schedulers, 400 ms, of ideal": ("0.990", True),
+        "2 shards in 2 schedulers, 400 ms, of ideal": ("0.970", False),
+        "8 shards in 1 schedulers, 400 ms, of ideal": ("0.980", True),
+        "2 shards in 2 schedulers, 400 ms, CPU per step beside one shard": ("+20.0%", False),
+        "8 shards in 1 schedulers, 400 ms, CPU per step beside one shard": ("-50.0%", True),
     }
+
+
+def test_steps_of_different_durations_are_not_compared() -> None:
+    rows = [row(Case(1, 1), 0.99, 1.0), row(Case(1, 1, 200.0), 0.99, 0.5)]
+    rows.append(row(Case(8, 8, 200.0), 0.99, 0.6))
+    measured = [target.measured for target in targets(rows) if "CPU" in target.what]
+    assert measured == ["+20.0%"]
 
 
 def test_without_one_shard_nothing_is_compared() -> None:
     [target] = targets([row(Case(2, 2), 0.99, 1.0)])
-    assert target.what == "2 shards in 2 schedulers, of ideal"
+    assert target.what == "2 shards in 2 schedulers, 400 ms, of ideal"
 
 
 def test_rows_of_earlier_runs_stay_in_the_order_of_cases() -> None:
     earlier = [row(case, 0.99, 1.0) for case in reversed(CASES)]
     part = shards([], 64, Effort(1, 1.0), earlier)
-    found = [(one["shards"], one["schedulers"]) for one in part.rows]
-    assert found == [(1, 1), (2, 2), (4, 4), (8, 1), (8, 8)]
+    found = [Case(one["shards"], one["schedulers"], one["step_ms"]) for one in part.rows]
+    assert found == sorted(CASES)
     assert all(target.met for target in part.targets)
 
 
