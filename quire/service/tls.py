@@ -112,6 +112,9 @@ class ServerCertificates:
         _load_identity(context, tls.cert, tls.key)
         if tls.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
+            # A session that is resumed is not verified again, also if its authority was removed.
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
             _load_ca(context, tls.client_ca)
         return context
 

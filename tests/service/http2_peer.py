@@ -44,6 +44,9 @@ class Transport(asyncio.Transport):
     def abort(self) -> None:
         self.is_closed = True
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def is_closing(self) -> bool:
         return self.is_closed
 

@@ -19,6 +19,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from hpack import Encoder
 from waiting import until
 
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
@@ -27,6 +28,7 @@ from quire.service.health import Health
 from quire.service.http2 import frames
 from quire.service.http2.headers import status_fields
 from quire.service.http2.limits import Limits
+from quire.service.http2.messages import pack_message
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, open_aio_channel
@@ -61,6 +63,9 @@ class Servicer:
     async def join(self, requests: AsyncIterator[bytes], context: _Context) -> bytes:
         return b"".join([request async for request in requests])
 
+    async def large(self, request: bytes, context: _Context) -> bytes:
+        return bytes(LARGE)
+
     async def repeat(self, request: bytes, context: _Context) -> AsyncIterator[bytes]:
         """The request without end."""
         try:
@@ -90,6 +95,7 @@ class Servicer:
         methods: dict[str, Any] = {
             "Echo": grpc.stream_stream_rpc_method_handler(self.echo, same, same),
             "Join": grpc.stream_unary_rpc_method_handler(self.join, same, same),
+            "Large": grpc.unary_unary_rpc_method_handler(self.large, same, same),
             "Repeat": grpc.unary_stream_rpc_method_handler(self.repeat, same, same),
             "Refuse": grpc.unary_unary_rpc_method_handler(self.refuse, same, same),
             "Fail": grpc.unary_unary_rpc_method_handler(self.fail, same, same),
@@ -376,6 +382,31 @@ async def test_a_handler_knows_the_metadata_and_the_deadline() -> None:
         assert found[1] is None
 
 
+async def test_a_deadline_that_has_passed_on_the_way() -> None:
+    """gRPC's clients round up, others do not."""
+    async with serving() as stack:
+        for timeout in ("0S", "1n", "300u"):
+            metadata = (("grpc-timeout", timeout),)
+            code = await _code_of(stack.unary("Wait")(b"", metadata=metadata))
+            assert code is StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_response_that_cannot_be_packed_leaves_other_calls_alone() -> None:
+    async def respond(request: bytes, context: Any) -> str:
+        return "no bytes"
+
+    def pack(response: Any) -> bytes:
+        raise TypeError("no message")
+
+    method = grpc.unary_unary_rpc_method_handler(respond, bytes, pack)
+    async with serving() as stack:
+        handlers = grpc.method_handlers_generic_handler("a.B", {"Fail": method})
+        stack.server.add_generic_rpc_handlers((handlers,))
+        for _ in range(2):
+            assert await _code_of(stack.channel.unary_unary("/a.B/Fail")(b"")) is StatusCode.UNKNOWN
+            await check_echo(stack)
+
+
 async def test_an_interceptor_chooses_the_handler() -> None:
     called: list[tuple[str, Any]] = []
 
@@ -528,6 +559,97 @@ async def test_connections_beyond_the_limit_are_refused(capsys) -> None:
                 opened.callback(writer.close)
                 with contextlib.suppress(ConnectionError):
                     is_served = bool(await reader.read(1))
+
+
+async def test_unfinished_handshakes_count_as_connections(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "certificates", "gateway")
+    identity = ServerTLS(made / "gateway.pem", made / "gateway-key.pem")
+    tls = TLS(made / "ca.pem")
+    async with serving(identity=identity, tls=tls, host="gateway", max_connections=3) as stack:
+        await check_echo(stack)
+        silent = [await stack.connect() for _ in range(2)]
+        # Accepted in the order in which they have connected.
+        reader, writer = await stack.connect()
+        with contextlib.suppress(ConnectionError):
+            assert not await reader.read()
+        for _, other in (*silent, (reader, writer)):
+            other.close()
+        # There is room again; a handshake that has failed does not count.
+        async with asyncio.timeout(10):
+            while await _is_refused(stack):
+                pass
+
+
+async def _is_refused(stack: Stack) -> bool:
+    """Whether a connection is closed before the client has sent anything."""
+    reader, writer = await stack.connect()
+    try:
+        async with asyncio.timeout(0.1):
+            return not await reader.read(1)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        writer.close()
+
+
+class SlowReader:
+    """A client of one call, whose windows are large and whose socket is small."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        self._socket.connect((host, int(port)))
+        self._socket.setblocking(False)
+        fields = [
+            *((":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE}/Large")),
+            *((":authority", "host"), ("content-type", "application/grpc")),
+        ]
+        self.send(
+            frames.PREFACE,
+            frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2**30}),
+            frames.pack_window_update(0, 2**30),
+            frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, Encoder().encode(fields)),
+            frames.pack_frame(frames.DATA, frames.END_STREAM, 1, pack_message(b"")),
+        )
+
+    def send(self, *parts: bytes) -> None:
+        self._socket.sendall(b"".join(parts))
+
+    async def read(self) -> int:
+        """The number of bytes until the end; -1 if the connection is reset."""
+        loop, num_bytes = asyncio.get_running_loop(), 0
+        with self._socket:
+            try:
+                while data := await loop.sock_recv(self._socket, 2**16):
+                    num_bytes += len(data)
+            except ConnectionError:
+                return -1
+        return num_bytes
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_client_that_reads_slowly_receives_everything(loop_factory: Any) -> None:
+    """It is not taken for one that reads nothing, and receives the rest when the server stops."""
+
+    async def run() -> None:
+        async with serving() as stack:
+            client = SlowReader(stack.address)
+            # The server responds to it while most of the message waits.
+            for _ in range(3):
+                await asyncio.sleep(0.05)
+                client.send(frames.pack_frame(frames.PING, 0, 0, bytes(8)))
+            stopping = asyncio.create_task(stack.server.stop(None))
+            await asyncio.sleep(0.05)
+            # A server that was closed would reset the connection.
+            client.send(frames.pack_window_update(0, 1))
+            assert await client.read() > LARGE
+            await stopping
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
 
 
 async def test_health_and_reflection_are_served() -> None:

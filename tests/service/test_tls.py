@@ -1,6 +1,7 @@
 """TLS of servers and channels, with certificates of the product's own script."""
 
 import asyncio
+import socket
 import ssl
 import subprocess
 import sys
@@ -152,6 +153,36 @@ async def test_a_context_of_https_follows_the_files(certificates: Path, tmp_path
     for writer in connected:
         writer.close()
     server.close()
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_resumed_session_of_a_removed_authority_is_refused(
+    certificates: Path, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """A server does not verify a certificate again when a session is resumed."""
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes((certificates / "ca.pem").read_bytes())
+    context = ssl.create_default_context(cafile=certificates / "ca.pem")
+    context.maximum_version = version
+    context.load_cert_chain(certificates / "client.pem", certificates / "client-key.pem")
+
+    def connect(address: str, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+        """The session of a connection that is served; None if it is refused."""
+        host, _, port = address.rpartition(":")
+        try:
+            with (
+                socket.create_connection((host, int(port)), timeout=10) as plain,
+                context.wrap_socket(plain, server_hostname="gateway", session=session) as secure,
+            ):
+                return secure.session if secure.recv(1) else None
+        except OSError:
+            return None
+
+    async with serving(identity(certificates, "gateway", clients)) as address:
+        session = await asyncio.to_thread(connect, address, None)
+        assert session is not None
+        clients.write_bytes((make_certificates(tmp_path / "stranger") / "ca.pem").read_bytes())
+        assert await asyncio.to_thread(connect, address, session) is None
 
 
 async def test_health_is_served_without_tls_at_its_own_address(

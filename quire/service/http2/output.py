@@ -17,6 +17,8 @@ _MAX_FRAME_BYTES: Final = 2**16
 # The least that a peer may set as the largest frame.
 _MIN_FRAME_BYTES: Final = frames.DEFAULT_FRAME_SIZE
 _MAX_TABLE_BYTES: Final = 4096
+# Of frames that are sent together.
+_MAX_TOGETHER_BYTES: Final = 2**16
 # Frames that are no messages, such as acknowledgements, wait for no window. A peer that causes
 # more of them and reads none is disconnected.
 _MAX_UNREAD_BYTES: Final = 2**21
@@ -35,6 +37,8 @@ class Output:
         self._loop = asyncio.get_running_loop()
         # Frames of this iteration of the loop.
         self._written: list[bytes] = []
+        self._num_written = 0
+        self._has_ended = False
         self._encoder = Encoder()
         self._initial_window = frames.DEFAULT_WINDOW
         self._streams: dict[int, OutputStream] = {}
@@ -56,14 +60,35 @@ class Output:
         if not self._written:
             self._loop.call_soon(self.flush)
         self._written.append(data)
+        self._num_written += len(data)
+        if self._num_written >= _MAX_TOGETHER_BYTES:
+            # The socket says now whether it takes more.
+            self.flush()
 
     def flush(self) -> None:
-        """Send what was written; no effect if the connection is closed."""
+        """Send what was written; no effect if the connection is closed, or after `end`."""
         if self._written:
             data = b"".join(self._written)
             self._written.clear()
-            if not self._transport.is_closing():
+            self._num_written = 0
+            if not self._has_ended and not self._transport.is_closing():
                 self._transport.write(data)
+
+    def end(self) -> None:
+        """Send what was written, and that nothing follows. The client closes the connection then:
+        if it was closed here, what the client still sends would reset it, and what it has not read
+        yet would be lost."""
+        self.flush()
+        self._has_ended = True
+        if not self._transport.can_write_eof():
+            # TLS has an exchange of its own for it.
+            self._transport.close()
+            return
+        try:
+            self._transport.write_eof()
+        except OSError:
+            # The client has gone, which asyncio has not noticed yet.
+            self._transport.abort()
 
     def respond(self, data: bytes) -> None:
         """Send frames that the peer has asked for. ProtocolError if it reads none."""

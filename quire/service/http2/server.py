@@ -8,22 +8,21 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from socket import AF_UNIX, socket
-from typing import Final, cast
+from socket import socket
+from typing import Final
 
 import grpc
 import structlog
 
+from quire.service.http2.accepting import Acceptor
 from quire.service.http2.limits import Limits
 from quire.service.http2.listening import bind
 from quire.service.http2.server_call import Handler, Metadata
-from quire.service.http2.server_connection import ServerConnection
+from quire.service.http2.server_connection import LINGER_S, ServerConnection
 from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
-_BACKLOG: Final = 1024
-_HANDSHAKE_TIMEOUT_S: Final = 10.0
 # A handler that was cancelled has this long to clean up before the server counts as stopped.
 _CANCELLED_WITHIN_S: Final = 1.0
 
@@ -34,15 +33,6 @@ class _Called(grpc.HandlerCallDetails):
 
     method: str
     invocation_metadata: Metadata = ()
-
-
-class _Refused(asyncio.Protocol):
-    """A connection for which there is no room. A client that has received settings would connect
-    again at once."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Transports of uvloop have the method, not the class.
-        cast(asyncio.WriteTransport, transport).abort()
 
 
 def _half_of_files() -> int:
@@ -65,14 +55,15 @@ class Server(grpc.aio.Server):
         are for connections to other services."""
         self._limits = limits
         self._interceptor = interceptor
-        self._max_connections = _half_of_files() if max_connections is None else max_connections
-        # Whether that was reported.
-        self._is_full = False
         self._handlers: list[grpc.GenericRpcHandler] = []
         # Not listening yet, and how the handshakes are made.
         self._bound: list[tuple[socket, ssl.SSLContext | None]] = []
-        self._listening: list[asyncio.Server] = []
         self._connections: set[ServerConnection] = set()
+        self._acceptor = Acceptor(
+            self._connection,
+            lambda: len(self._connections),
+            _half_of_files() if max_connections is None else max_connections,
+        )
         self._unix_paths: list[Path] = []
         # Set while there is no connection.
         self._is_idle = asyncio.Event()
@@ -104,33 +95,24 @@ class Server(grpc.aio.Server):
         raise NotImplementedError("gRPC's credentials have no files; `bind` takes certificates")
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
         for bound, context in self._bound:
-            if bound.family == AF_UNIX:
-                listening = await loop.create_unix_server(
-                    self._connection, sock=bound, backlog=_BACKLOG
-                )
-            else:
-                listening = await loop.create_server(
-                    self._connection,
-                    sock=bound,
-                    backlog=_BACKLOG,
-                    ssl=context,
-                    ssl_handshake_timeout=None if context is None else _HANDSHAKE_TIMEOUT_S,
-                )
-            self._listening.append(listening)
+            self._acceptor.listen(bound, context)
 
     async def stop(self, grace: float | None) -> None:
-        """Accept nothing more, and let the calls in progress end for at most `grace` seconds.
-        Handlers that take long to end after that, although they are cancelled, are left alone."""
+        """Accept nothing more, and let the calls in progress end for at most `grace` seconds; then
+        let clients receive the rest of what handlers have returned. Handlers that take long to end
+        although they are cancelled are left alone."""
         self._is_stopping = True
-        for listening in self._listening:
-            listening.close()
+        await self._acceptor.close()
         for path in self._unix_paths:
             path.unlink(missing_ok=True)
         for connection in list(self._connections):
             connection.drain()
         await self._wait_idle(grace or 0)
+        for connection in list(self._connections):
+            if connection.is_used:
+                connection.abort()
+        await self._wait_idle(LINGER_S)
         for connection in list(self._connections):
             connection.abort()
         await self._wait_idle(_CANCELLED_WITHIN_S)
@@ -153,12 +135,7 @@ class Server(grpc.aio.Server):
             return True
         return False
 
-    def _connection(self) -> asyncio.Protocol:
-        if len(self._connections) >= self._max_connections:
-            if not self._is_full:
-                log.warning("connections are refused", limit=self._max_connections)
-            self._is_full = True
-            return _Refused()
+    def _connection(self) -> ServerConnection:
         return ServerConnection(self._find_handler, self._limits, self._opened, self._closed)
 
     async def _find_handler(self, path: str, metadata: Callable[[], Metadata]) -> "Handler | None":
@@ -181,7 +158,5 @@ class Server(grpc.aio.Server):
 
     def _closed(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
-        # Not as soon as there is room for one, so that it is not reported all the time.
-        self._is_full = self._is_full and len(self._connections) > self._max_connections // 2
         if not self._connections:
             self._is_idle.set()

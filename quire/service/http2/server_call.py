@@ -63,6 +63,8 @@ class ServerCall:
         self._output = output
         self._stream = output.open_stream(number)
         self._on_end = on_end
+        # Whether only the response has still to be received.
+        self.has_returned = False
         self._has_ended = False
         self._has_responded = False
         self._has_all_requests = False
@@ -78,6 +80,8 @@ class ServerCall:
         self._serialize: Callable[[Any], bytes] = bytes
         self._num_read = self._num_written = 0
         self._task: asyncio.Task[None] | None = None
+        # By the loop's clock; None without one.
+        self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         # The status; None until the end.
         self._code: StatusCode | None = None
@@ -92,7 +96,8 @@ class ServerCall:
         self._task = asyncio.create_task(self._run(find))
         if (timeout_s := _timeout_s(fields)) is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(timeout_s, self._expire)
+            self._deadline = loop.time() + timeout_s
+            self._timer = loop.call_at(self._deadline, self._expire)
         return self._task
 
     def receive(self, content: bytes, num_bytes: int) -> None:
@@ -128,9 +133,9 @@ class ServerCall:
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
-        if self._timer is None:
+        if self._deadline is None:
             return None
-        return max(0.0, self._timer.when() - asyncio.get_running_loop().time())
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     def code(self) -> StatusCode | None:
         """The status of the call; None until its end."""
@@ -141,8 +146,10 @@ class ServerCall:
         has ended."""
         if self._has_ended:
             raise asyncio.CancelledError
+        message = self._serialize(response)
+        # Once they are packed, they have to be sent.
         before = b"" if self._has_responded else self._response_headers()
-        if not self._stream.send(self._serialize(response), before):
+        if not self._stream.send(message, before):
             await self._stream.wait_sent()
         self._num_written += 1
         if self._num_written % _MAX_RUN == 0:
@@ -236,6 +243,7 @@ class ServerCall:
                     await self.write(response)
         else:
             response = await responses
+            self.has_returned = True
             if not handler.response_streaming:
                 await self.write(response)
 

@@ -26,6 +26,8 @@ _WINDOW_STEP: Final = 2**24
 # A client that was silent for so long is sent a ping, and disconnected without a response.
 KEEPALIVE_S: Final = 20.0
 PING_TIMEOUT_S: Final = 5.0
+# A client has so long to close its connection after the last call.
+LINGER_S: Final = 5.0
 _PING_BYTES: Final = 8
 # The ping whose response says that the client knows of the end of its connection.
 _LAST_PING: Final = b"the last"
@@ -53,8 +55,7 @@ class ServerConnection(asyncio.Protocol):
         on_opened: Callable[["ServerConnection"], None],
         on_closed: Callable[["ServerConnection"], None],
     ) -> None:
-        """`on_closed` is called when the connection is closed and all of its handlers have
-        ended."""
+        """`on_closed` is called when it is closed and all of its handlers have ended."""
         self._find_handler = find_handler
         self._limits = limits
         self._on_opened, self._on_closed = on_opened, on_closed
@@ -78,6 +79,11 @@ class ServerConnection(asyncio.Protocol):
         # When it has sent something last, by the loop's clock.
         self._last_received_at = 0.0
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a handler has not returned."""
+        return not all(call.has_returned for call in self._calls.values())
+
     def drain(self) -> None:
         """Accept no further calls, and close the connection when those in progress have ended."""
         if not self._is_closing:
@@ -91,7 +97,7 @@ class ServerConnection(asyncio.Protocol):
         if not self._is_closing:
             ping = frames.pack_frame(frames.PING, 0, 0, _LAST_PING)
             self._output.write(frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR) + ping)
-            self._retirement = asyncio.get_running_loop().call_later(PING_TIMEOUT_S, self.drain)
+            self._retire_at(PING_TIMEOUT_S, self.drain)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -119,7 +125,7 @@ class ServerConnection(asyncio.Protocol):
         if (age_s := self._limits.max_age_s) is not None:
             # Clients that connected together do not all connect again at the same time.
             age_s *= random.uniform(1 - _AGE_JITTER, 1 + _AGE_JITTER)
-            self._retirement = asyncio.get_running_loop().call_later(age_s, self._retire)
+            self._retire_at(age_s, self._retire)
         self._on_opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -181,19 +187,23 @@ class ServerConnection(asyncio.Protocol):
         log.info("a connection was refused", peer=str(peer), reason=str(why))
         self._is_closing = True
         self._output.write(frames.pack_goaway(self._last_stream, why.goaway_code))
-        self._close()
+        self._output.flush()
+        self._transport.close()
 
     def _report_if_closed(self) -> None:
         if self._is_lost and not self._tasks:
             self._on_closed(self)
 
     def _close_if_idle(self) -> None:
-        if self._is_closing and not self._calls:
-            self._close()
+        if self._is_closing and not self._calls and not self._transport.is_closing():
+            self._output.end()
+            self._retire_at(LINGER_S, self._transport.abort)
 
-    def _close(self) -> None:
-        self._output.flush()
-        self._transport.close()
+    def _retire_at(self, delay_s: float, step: Callable[[], None]) -> None:
+        """Take the next step towards the end of the connection in some seconds."""
+        if self._retirement is not None:
+            self._retirement.cancel()
+        self._retirement = asyncio.get_running_loop().call_later(delay_s, step)
 
     def _watch(self) -> None:
         """Look after the client when it may have been silent for too long."""
