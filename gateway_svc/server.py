@@ -151,8 +151,8 @@ class Gateway:
     async def drain(self) -> None:
         """Refuse new calls with UNAVAILABLE and wait until the live ones have ended.
 
-        The server goes on accepting: if it were stopped, gRPC's core would reset calls that have
-        reached the socket with a bare CANCELLED.
+        The server goes on accepting: if it were stopped, calls that have reached the socket would
+        end without a reason.
         """
         self.live_limits.is_stopping = True
         await self.health.stopping()
@@ -266,7 +266,7 @@ class Gateway:
 
 
 def _max_message_bytes(reading: "asyncio.Future[Model]") -> int:
-    """The size from which gRPC refuses messages before they are copied: that of a model that is
+    """The size from which the server refuses messages by their length: that of a model that is
     loaded, with a margin."""
     if not reading.done() or reading.exception() is not None:
         return PUBLIC_MESSAGE_BYTES

@@ -50,7 +50,7 @@ class RequestSize:
         )
 
     def max_message_bytes(self, message_bytes: int) -> int:
-        """The size of a message above which gRPC's core refuses it, without a copy of it."""
+        """The size of a message above which the server refuses it by its length."""
         return min(message_bytes, _MESSAGE_FACTOR * self.max_bytes)
 
     def check(self, data: bytes, descriptor: "Descriptor") -> None:

@@ -50,8 +50,8 @@ def is_loopback(address: str) -> bool:
 
 
 def check_free(address: str) -> None:
-    """OSError, with the reason, if no server can listen on the address now. gRPC's own error has no
-    reason, and comes with a line of its log. Unix sockets are not checked."""
+    """OSError, with the reason, if no server can listen on the address now. Unix sockets are not
+    checked."""
     host, _, port = address.rpartition(":")
     if address.startswith("unix:") or port == "0":
         return

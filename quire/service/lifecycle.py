@@ -19,7 +19,6 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from quire.service.addresses import check_free
 from quire.service.errors import abort, failed
 from quire.service.health import Health
 from quire.service.http2.server import Server
@@ -76,11 +75,9 @@ async def start_server(
     """
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     _add_reflection((*services, "grpc.health.v1.Health"), server)
-    check_free(listen)
     port = server.bind(listen, certificates)
     await health.start()
     if health_listen is not None:
-        check_free(health_listen)
         await health.listen(health_listen)
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"

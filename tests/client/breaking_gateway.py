@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from google.rpc import status_pb2
+from grpc_servers import server_options
 from grpc_status import rpc_status
 
-from quire.service.channels import server_options
 from quire.service.errors import RequestError, failed, unavailable
 from quire.v1 import inference_pb2
 from quire.v1.inference_pb2_grpc import (

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+from grpc_servers import server_options
 from grpc_status import rpc_status
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc
 from quire.internal.v1.operations_pb2 import GetStatusResponse
-from quire.service.channels import server_options
 from quire.service.errors import invalid, unavailable
 
 

@@ -8,9 +8,9 @@ import grpc
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_servers import server_options
 from grpc_status import rpc_status
 
-from quire.service.channels import server_options
 from quire.service.errors import RequestError, invalid, unavailable
 from quire.v1 import inference_pb2, model_pb2, tokenizer_pb2
 from quire.v1.inference_pb2_grpc import (

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -357,7 +358,7 @@ def test_a_server_that_accepts_connections_but_does_not_respond_is_skipped(gatew
 
 _GATEWAY = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from breaking_gateway import Gateway, ScriptedCall
 gateway = Gateway(ScriptedCall(after=4, hang=True))
 print(gateway.target, os.getpid(), flush=True)
@@ -368,7 +369,8 @@ sys.stdin.read()
 @pytest.fixture
 def distant_gateway() -> Iterator[subprocess.Popen]:
     """A gateway in a separate process, which sends four messages and then hangs."""
-    command = [sys.executable, "-c", _GATEWAY, __file__.rpartition("/")[0]]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", _GATEWAY, str(here), str(here.parent / "support")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()

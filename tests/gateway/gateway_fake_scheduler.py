@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
+from grpc_servers import server_options
 
 from quire.internal.v1 import scheduler_pb2 as pb
 from quire.internal.v1 import scheduler_pb2_grpc
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import abort, unavailable
 from quire.service.protocol_version import PROTOCOL_VERSION
 

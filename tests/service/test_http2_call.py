@@ -12,13 +12,14 @@ import uvloop
 from certificates import make_certificates
 from google.rpc import status_pb2
 from grpc import StatusCode
+from grpc_servers import server_options
 from hpack import Encoder
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
 from gateway_svc.scheduler.events import error_info
-from quire.service.channels import INTERNAL_MESSAGE_BYTES, server_options
+from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError, abort, unavailable
 from quire.service.http2 import frames
 from quire.service.http2.call import CallEnded, KeepAlive, StreamCall
