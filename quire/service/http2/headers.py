@@ -25,7 +25,7 @@ _MAX_MESSAGE_BYTES: Final = 4096
 # Fields that gRPC itself writes.
 _OF_THE_CALL: Final = frozenset(
     {
-        b"te",
+        b"te",  # codespell:ignore te
         b"content-type",
         b"grpc-timeout",
         b"grpc-encoding",
