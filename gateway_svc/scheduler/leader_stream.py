@@ -138,9 +138,11 @@ class LeaderStream:
 
     def _fail(self, error: Exception) -> None:
         """End the stream, since a frame could not be handled."""
-        for future in (self._hello, self._ended):
-            if not future.done():
-                future.set_exception(error)
+        # The one that is awaited.
+        if self._hello.done():
+            self._ended.set_exception(error)
+        else:
+            self._hello.set_exception(error)
         assert self._call is not None
         self._call.cancel()
 

@@ -12,7 +12,6 @@ from socket import socket
 from typing import Final
 
 import grpc
-import structlog
 
 from quire.service.http2.accepting import Acceptor
 from quire.service.http2.limits import Limits
@@ -20,8 +19,6 @@ from quire.service.http2.listening import bind
 from quire.service.http2.server_call import Handler, Metadata
 from quire.service.http2.server_connection import LINGER_S, ServerConnection
 from quire.service.tls import ServerCertificates
-
-log = structlog.get_logger()
 
 # A handler that was cancelled has this long to clean up before the server counts as stopped.
 _CANCELLED_WITHIN_S: Final = 1.0
