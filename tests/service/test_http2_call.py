@@ -191,23 +191,29 @@ async def test_a_silent_peer_ends_the_call() -> None:
 
 
 async def test_a_peer_that_responds_to_pings_is_not_silent() -> None:
-    async with serving(echo, "127.0.0.1:0") as (address, _):
-        # The server accepts two pings a second; on a busy machine it may take long to respond.
-        client = Client(address, KeepAlive(0.55, 5))
+    writers: list[asyncio.StreamWriter] = []
+    num_pings = 0
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_pings
+        writers.append(writer)
+        await reader.readexactly(len(frames.PREFACE))
+        received = FrameReader(2**20)
+        while data := await reader.read(2**16):
+            for frame in received.feed(data):
+                if frame.kind == frames.PING:
+                    num_pings += 1
+                    writer.write(frames.pack_frame(frames.PING, frames.ACK, 0, frame.payload))
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        # A busy machine may take long to respond.
+        client = Client(address, KeepAlive(0.01, 2))
         await connect(lambda: client.call, address, None)
-        num_acks = 0
-        receive = client.call._receive
-
-        def counted(frame: Frame) -> None:
-            nonlocal num_acks
-            num_acks += frame.kind == frames.PING and bool(frame.flags & frames.ACK)
-            receive(frame)
-
-        client.call._receive = counted  # type: ignore[method-assign]
-        await until(lambda: num_acks >= 2, "responses")
-        client.call.send(b"x")
-        assert await client.messages.get() == b"x"
+        await until(lambda: num_pings >= 2, "pings")
+        assert client.call.ended is None
         client.call.cancel()
+        writers[0].close()
 
 
 async def test_an_unknown_method_is_reported() -> None:

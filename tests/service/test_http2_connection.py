@@ -185,10 +185,10 @@ async def test_calls_beyond_the_limit_are_refused(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("peer", [Limits(1000, max_age_s=0.01)], indirect=True)
-async def test_an_old_connection_is_closed_when_the_client_knows(peer: Peer) -> None:
+async def test_an_old_connection_is_closed_when_the_client_has_responded(peer: Peer) -> None:
     peer.send(peer.headers(1), data(b"x", 1))
-    farewell = frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR)
-    await until(lambda: farewell in peer.transport.written, "the end of its age")
+    ending = frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR)
+    await until(lambda: ending in peer.transport.written, "the end of its age")
     *_, goaway, ping = await peer.received()
     assert (goaway.kind, ping.kind, ping.flags) == (frames.GOAWAY, frames.PING, 0)
     # A call that was on its way.

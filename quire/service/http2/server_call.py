@@ -59,6 +59,8 @@ class ServerCall:
         """`on_end` is called with the number of the stream when the call ends."""
         number = headers.stream
         self._headers = headers
+        # None until it is needed.
+        self._metadata: Metadata | None = None
         self._number = number
         self._output = output
         self._stream = output.open_stream(number)
@@ -129,7 +131,9 @@ class ServerCall:
     # The handler's side
 
     def invocation_metadata(self) -> Metadata:
-        return metadata_of(self._headers)
+        if self._metadata is None:
+            self._metadata = metadata_of(self._headers)
+        return self._metadata
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""

@@ -29,7 +29,7 @@ PING_TIMEOUT_S: Final = 5.0
 # A client has so long to close its connection after the last call.
 LINGER_S: Final = 5.0
 _PING_BYTES: Final = 8
-# The ping whose response says that the client knows of the end of its connection.
+# The ping whose response shows that the client has received the GOAWAY before it.
 _LAST_PING: Final = b"the last"
 _AGE_JITTER: Final = 0.1
 # Of gRPC, in whatever format its messages are; not that of gRPC-Web.
@@ -92,8 +92,8 @@ class ServerConnection(asyncio.Protocol):
             self._close_if_idle()
 
     def _retire(self) -> None:
-        """Let the client use another connection for further calls, then drain: calls that are on
-        their way when it gets to know are served."""
+        """Name the end to the client, and drain when it has responded: calls that it sends before
+        are served."""
         if not self._is_closing:
             ping = frames.pack_frame(frames.PING, 0, 0, _LAST_PING)
             self._output.write(frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR) + ping)
