@@ -43,7 +43,7 @@ class Sizes:
     rows: tuple[int, ...] = (16, 64, 256, 1024)
     cases: tuple[Case, ...] = CASES
     fleet_workers: int = 64
-    keep: bool = False
+    rounds: int = 3
     fleets: tuple[Fleets, ...] = FLEETS
     # Workers, shards and schedulers.
     large_fleet: tuple[int, int, int] = (256, 64, 4)
@@ -60,6 +60,7 @@ QUICK = Sizes(
     rows=(64, 256),
     cases=CASES[:2],
     fleet_workers=8,
+    rounds=1,
     fleets=FLEETS[:4],
     large_fleet=(32, 8, 2),
     effort=Effort(1, 2.0),
@@ -79,12 +80,7 @@ def _parts(sizes: Sizes) -> Mapping[str, Callable[[], Part]]:
         "burst": lambda: burst(sizes.bursts),
         "memory": lambda: memory(sizes.waiting),
         "prefixes": lambda: prefixes(sizes.requests),
-        "shards": lambda: shards(
-            sizes.cases,
-            sizes.fleet_workers,
-            sizes.effort,
-            results.rows(_NAME, "shards") if sizes.keep else [],
-        ),
+        "shards": lambda: shards(sizes.cases, sizes.fleet_workers, sizes.effort, sizes.rounds),
         "units": lambda: units(sizes.effort),
         "idle": lambda: idle(sizes.fleets),
         "fleet": lambda: fleet(*sizes.large_fleet, results.rows(_NAME, "idle"), _REST_S),
@@ -117,8 +113,8 @@ def main() -> int:
 
 
 def _beside(options: argparse.Namespace) -> Mapping[str, Callable[[], Part]]:
-    sizes, commit, num_rounds = _sizes(options), options.beside, options.rounds
-    return {"beside": lambda: beside(commit, sizes.rows, sizes.effort, num_rounds)}
+    sizes, commit = _sizes(options), options.beside
+    return {"beside": lambda: beside(commit, sizes.rows, sizes.effort, sizes.rounds)}
 
 
 def _measured(parts: Mapping[str, Callable[[], Part]], wanted: list[str]) -> Iterator[Measured]:
@@ -145,11 +141,6 @@ def _options() -> argparse.Namespace:
         help="shards and schedulers in the part shards, such as 4:4,8:1",
     )
     parser.add_argument("--fleet-workers", type=int, help="workers in the part shards")
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="in the part shards: keep the rows of the last results that are not measured",
-    )
     parser.add_argument("--rows", type=_numbers(int), help="such as 16,64,256,1024")
     parser.add_argument(
         "--windows", type=int, help="number of windows, of which figures are medians"
@@ -162,7 +153,7 @@ def _options() -> argparse.Namespace:
         "--beside", metavar="COMMIT", help="measure the time per step beside that of a commit"
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, help="measurements of each tree with --beside"
+        "--rounds", type=int, help="measurements of each tree with --beside, of each case of shards"
     )
     parser.add_argument(
         "--profile", type=float, metavar="SECONDS", help="profile the scheduler instead"

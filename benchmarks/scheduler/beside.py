@@ -31,6 +31,7 @@ print(json.dumps(decode_window(1, rows, step_ms, Effort(**effort)).figures()))
 
 def beside(commit: str, sizes: Sequence[int], effort: Effort, num_rounds: int) -> Part:
     """Measure the commit and this tree alternately, `num_rounds` times for each number of rows."""
+    effort = effort.of_steps(_STEP_MS)
     with _checked_out(commit) as tree:
         rows = [_row(tree, num_rows, effort, num_rounds) for num_rows in sizes]
     return Part(
@@ -40,7 +41,7 @@ def beside(commit: str, sizes: Sequence[int], effort: Effort, num_rounds: int) -
             f"One worker, {_STEP_MS:g} ms per step, every row decodes. Processor time of the "
             f"scheduler's process per step: the median over the steps of a window, and the mean. "
             f"Both trees are measured in each of {num_rounds} rounds, in alternating order, with "
-            f"{effort.num_windows} windows of {effort.window_s:g} s. Figures are medians of the "
+            f"{effort.num_windows} windows of {effort.window_s:.3g} s. Figures are medians of the "
             "rounds, ratios those of the ratios within rounds.",
         ],
         columns=[

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.report import Cell, Column, Part, Target
@@ -12,8 +12,8 @@ from benchmarks.scheduler.throughput import Effort, full_rows
 from benchmarks.scheduler.workload import Workload
 
 _NUM_ROWS = 256
-# Slow enough for two cores to run all processes: with the shorter one they are three quarters busy.
-_LONG_STEP_MS, _SHORT_STEP_MS = 400.0, 200.0
+# Slow enough for two cores to run all processes: half of them is in use.
+_STEP_MS = 200.0
 _FILL_TIMEOUT_S = 150.0
 _MOST_AT_ONCE = 1024
 _LEAST_OF_IDEAL = 0.98
@@ -29,45 +29,45 @@ class Case:
 
     num_shards: int
     num_schedulers: int
-    step_ms: float = _LONG_STEP_MS
 
 
-CASES = (
-    *(Case(1, 1), Case(2, 2), Case(4, 4), Case(8, 8), Case(8, 1)),
-    *(Case(number, number, _SHORT_STEP_MS) for number in (1, 4, 8)),
-)
+_ONE = Case(1, 1)
+CASES = (_ONE, Case(2, 2), Case(4, 4), Case(8, 8), Case(8, 1))
 
 
-def shards(
-    cases: Sequence[Case],
-    num_workers: int,
-    effort: Effort,
-    earlier: Sequence[dict[str, Cell]] = (),
-) -> Part:
-    """Rows of earlier runs stay where their case is not measured."""
-    found = {_case(row): row for row in earlier}
-    found |= {case: _row(case, num_workers, effort) for case in cases}
-    rows = [found[case] for case in sorted(found)]
+def shards(cases: Sequence[Case], num_workers: int, effort: Effort, num_rounds: int) -> Part:
+    """Measure all cases in each round; in every other one in the reverse order, so that what the
+    machine does in one half of a round favours none of them."""
+    rounds: list[dict[Case, dict[str, Cell]]] = []
+    for number in range(num_rounds):
+        order = cases if number % 2 == 0 else cases[::-1]
+        rounds.append({case: _row(case, num_workers, effort) for case in order})
+    rows = summary(rounds)
     return Part(
         name="shards",
         title=f"Shards, with {num_workers} workers of {_NUM_ROWS} rows",
         notes=[
-            "Every row decodes. *CPU* is the processor time of each "
+            f"Every row decodes, at {_STEP_MS:g} ms per step. *CPU* is the processor time of each "
             "kind of process per step of one worker, by the Linux kernel's counters, with all that "
-            "its processes do besides steps. The schedulers are not instrumented. *Cores* are "
-            f"those used by all processes together, of {len(os.sched_getaffinity(0))}. A *call* of "
-            "Redis is a script.",
+            "its processes do besides steps. The schedulers are not instrumented. *Growth* is that "
+            "of the schedulers' time over the one of one shard, *per worker's* the same with each "
+            "divided by the workers' time, which does not depend on shards but on the machine's "
+            f"speed. All cases are measured in each of {num_rounds} rounds; figures are medians of "
+            "the rounds, growths those of the growths within rounds. *Cores* are those used by all "
+            f"processes together, of {len(os.sched_getaffinity(0))}. A *call* of Redis is a "
+            "script.",
         ],
         columns=[
             Column("shards", "shards", "d"),
             Column("schedulers", "schedulers", "d"),
-            Column("step_ms", "step ms", "g"),
             Column("tokens_per_s", "tokens/s", ",.0f"),
             Column("of_ideal", "of ideal", ".3f"),
             Column("scheduler_ms", "CPU ms per step: schedulers", ".2f"),
             Column("redis_ms", "Redis", ".2f"),
             Column("workers_ms", "workers", ".2f"),
             Column("load_ms", "load", ".2f"),
+            Column("growth", "growth", "+.0%"),
+            Column("relative_growth", "per worker's", "+.0%"),
             Column("redis_calls", "Redis calls per step", ".2f"),
             Column("worker_step_ms", "measured step ms", ".1f"),
             Column("cores", "cores", ".2f"),
@@ -77,14 +77,39 @@ def shards(
     )
 
 
+def summary(rounds: Sequence[dict[Case, dict[str, Cell]]]) -> list[dict[str, Cell]]:
+    """Medians of the figures of rounds, and of the growths within them, by case."""
+    return [
+        {
+            "shards": case.num_shards,
+            "schedulers": case.num_schedulers,
+            **{key: median(float(one[case][key] or 0) for one in rounds) for key in figures},
+            **_growths(case, rounds),
+        }
+        for case, figures in sorted(rounds[0].items())
+    ]
+
+
+def _growths(case: Case, rounds: Sequence[dict[Case, dict[str, Cell]]]) -> dict[str, Cell]:
+    if case == _ONE or _ONE not in rounds[0]:
+        return {"growth": None, "relative_growth": None}
+
+    def cost(row: dict[str, Cell], is_relative: bool) -> float:
+        return float(row["scheduler_ms"] or 0) / (
+            float(row["workers_ms"] or 1) if is_relative else 1
+        )
+
+    growth, relative = (
+        median(cost(one[case], is_relative) / cost(one[_ONE], is_relative) - 1 for one in rounds)
+        for is_relative in (False, True)
+    )
+    return {"growth": growth, "relative_growth": relative}
+
+
 def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
-    """Of ideal in every row; the schedulers' time per step where each has one shard."""
-    found = [_of_ideal(row) for row in rows]
-    for one in rows:
-        if one["shards"] == 1:
-            others = [row for row in rows if row is not one and _step_ms(row) == _step_ms(one)]
-            found += [_growth(row, one) for row in others]
-    return found
+    """Of ideal in every row; the growth of the schedulers' time in all but that of one shard."""
+    growths = [row for row in rows if row["growth"] is not None]
+    return [_of_ideal(row) for row in rows] + [_growth(row) for row in growths]
 
 
 def filled(fleet: Fleet, max_tokens: int) -> None:
@@ -176,23 +201,15 @@ def step_ms(used: Counters, num_workers: int) -> float:
     return 1000 * busy_s / used.num_steps
 
 
-def _case(row: dict[str, Cell]) -> Case:
-    return Case(int(row["shards"] or 0), int(row["schedulers"] or 0), _step_ms(row))
-
-
-def _step_ms(row: dict[str, Cell]) -> float:
-    return float(row.get("step_ms") or _LONG_STEP_MS)
-
-
 def _name(row: dict[str, Cell]) -> str:
-    return f"{row['shards']} shards in {row['schedulers']} schedulers, {_step_ms(row):g} ms"
+    return f"{row['shards']} shards in {row['schedulers']} schedulers"
 
 
 def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
-    effort = effort.of_steps(case.step_ms / 2)
-    model = dict(full_rows(num_workers, _NUM_ROWS, case.step_ms, effort).model)
+    effort = replace(effort.of_steps(_STEP_MS), num_windows=1)
+    model = dict(full_rows(num_workers, _NUM_ROWS, _STEP_MS, effort).model)
     # The first rows decode while the last ones are filled.
-    model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / case.step_ms)
+    model["max_model_len"] += int(_FILL_TIMEOUT_S * 1000 / _STEP_MS)
     model["num_blocks"] = int(_NUM_ROWS * -(-model["max_model_len"] // 16) * 1.02) + 2
     setting = FleetSetting(
         num_workers=num_workers,
@@ -204,14 +221,8 @@ def _row(case: Case, num_workers: int, effort: Effort) -> dict[str, Cell]:
     with Fleet(setting) as fleet:
         filled(fleet, int(model["max_model_len"]) - _PROMPT_TOKENS[1])
         figures = per_step(windows(fleet, effort), num_workers)
-    ideal = num_workers * _NUM_ROWS * 1000 / case.step_ms
-    return {
-        "shards": case.num_shards,
-        "schedulers": case.num_schedulers,
-        "step_ms": case.step_ms,
-        "of_ideal": float(figures["tokens_per_s"] or 0) / ideal,
-        **figures,
-    }
+    ideal = num_workers * _NUM_ROWS * 1000 / _STEP_MS
+    return {**figures, "of_ideal": float(figures["tokens_per_s"] or 0) / ideal}
 
 
 def _of_ideal(row: dict[str, Cell]) -> Target:
@@ -221,8 +232,8 @@ def _of_ideal(row: dict[str, Cell]) -> Target:
     return Target(what, aim, f"{of_ideal:.3f}", of_ideal >= _LEAST_OF_IDEAL)
 
 
-def _growth(row: dict[str, Cell], one: dict[str, Cell]) -> Target:
-    growth = float(row["scheduler_ms"] or 0) / float(one["scheduler_ms"] or 1) - 1
+def _growth(row: dict[str, Cell]) -> Target:
+    growth = float(row["growth"] or 0)
     return Target(
         f"{_name(row)}, CPU per step beside one shard",
         f"within {_MOST_GROWTH:.0%}",

@@ -1,5 +1,6 @@
 """Decoding with all rows in use: throughput as a share of the ideal, and cost of a step."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +9,13 @@ from benchmarks.report import Cell, Column, Part, Target
 from benchmarks.scheduler.measure import Window, measured
 from benchmarks.scheduler.stack import BenchStack, Setting
 from benchmarks.scheduler.workload import Workload
+from scheduler_svc.lane.journal_compaction import COMPACT_EVERY_STEPS
 
 BLOCK_SIZE = 16
 _PROMPT_TOKENS = (17, 48)
 _FILL_TIMEOUT_S = 120.0
 # Steps before the first window and after the last, and a margin for clock differences.
 _SPARE_STEPS = 400
-_LEAST_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,11 @@ class Effort:
     window_s: float
 
     def of_steps(self, step_ms: float) -> "Effort":
-        """Return windows long enough for at least `_LEAST_STEPS` steps."""
-        return replace(self, window_s=max(self.window_s, _LEAST_STEPS * step_ms / 1000))
+        """Return windows at least as long that each lane compacts its journal equally often in: a
+        compaction of 256 rows takes as much processor time as several steps."""
+        period_s = COMPACT_EVERY_STEPS * step_ms / 1000
+        num_periods = math.ceil(round(self.window_s / period_s, 6))
+        return replace(self, window_s=num_periods * period_s)
 
 
 def full_rows(num_workers: int, num_rows: int, step_ms: float, effort: Effort) -> Setting:

@@ -1,4 +1,4 @@
-"""Parts of the scheduler's benchmark that measure shards: cases, targets, kept rows."""
+"""Parts of the scheduler's benchmark that measure shards: cases, rounds, targets."""
 
 from dataclasses import fields
 
@@ -6,50 +6,59 @@ import pytest
 
 from benchmarks.report import Cell
 from benchmarks.scheduler.fleet import Counters
-from benchmarks.scheduler.shards import CASES, Case, rate, shards, step_ms, targets
+from benchmarks.scheduler.shards import CASES, Case, rate, step_ms, summary, targets
 from benchmarks.scheduler.throughput import Effort
+from scheduler_svc.lane.journal_compaction import COMPACT_EVERY_STEPS
+
+ONE, TWO, EIGHT_IN_ONE = Case(1, 1), Case(2, 2), Case(8, 1)
 
 
-def row(case: Case, of_ideal: float, scheduler_ms: float) -> dict[str, Cell]:
-    return {
-        "shards": case.num_shards,
-        "schedulers": case.num_schedulers,
-        "step_ms": case.step_ms,
-        "of_ideal": of_ideal,
-        "scheduler_ms": scheduler_ms,
-    }
+def figures(of_ideal: float, scheduler_ms: float, workers_ms: float = 1.0) -> dict[str, Cell]:
+    return {"of_ideal": of_ideal, "scheduler_ms": scheduler_ms, "workers_ms": workers_ms}
 
 
 def test_the_time_per_step_is_compared_with_one_shard() -> None:
-    rows = [row(Case(1, 1), 0.99, 1.0), row(Case(2, 2), 0.97, 1.2), row(Case(8, 1), 0.98, 0.5)]
-    found = {target.what: (target.measured, target.met) for target in targets(rows)}
+    one_round = {
+        ONE: figures(0.99, 1.0),
+        TWO: figures(0.97, 1.2),
+        EIGHT_IN_ONE: figures(0.98, 0.5),
+    }
+    found = {one.what: (one.measured, one.met) for one in targets(summary([one_round]))}
     assert found == {
-        "1 shards in 1 schedulers, 400 ms, of ideal": ("0.990", True),
-        "2 shards in 2 schedulers, 400 ms, of ideal": ("0.970", False),
-        "8 shards in 1 schedulers, 400 ms, of ideal": ("0.980", True),
-        "2 shards in 2 schedulers, 400 ms, CPU per step beside one shard": ("+20.0%", False),
-        "8 shards in 1 schedulers, 400 ms, CPU per step beside one shard": ("-50.0%", True),
+        "1 shards in 1 schedulers, of ideal": ("0.990", True),
+        "2 shards in 2 schedulers, of ideal": ("0.970", False),
+        "8 shards in 1 schedulers, of ideal": ("0.980", True),
+        "2 shards in 2 schedulers, CPU per step beside one shard": ("+20.0%", False),
+        "8 shards in 1 schedulers, CPU per step beside one shard": ("-50.0%", True),
     }
 
 
-def test_steps_of_different_durations_are_not_compared() -> None:
-    rows = [row(Case(1, 1), 0.99, 1.0), row(Case(1, 1, 200.0), 0.99, 0.5)]
-    rows.append(row(Case(8, 8, 200.0), 0.99, 0.6))
-    measured = [target.measured for target in targets(rows) if "CPU" in target.what]
-    assert measured == ["+20.0%"]
+def test_growths_are_medians_of_those_within_rounds() -> None:
+    # In the second round the machine has half of the speed, in the third it slows down in between.
+    rounds = [
+        {ONE: figures(1.0, 1.0, 2.0), TWO: figures(0.9, 1.1, 2.0)},
+        {TWO: figures(0.8, 2.4, 4.0), ONE: figures(1.0, 2.0, 4.0)},
+        {ONE: figures(1.0, 1.0, 2.0), TWO: figures(1.0, 1.8, 3.0)},
+    ]
+    one, two = summary(rounds)
+    assert (one["scheduler_ms"], one["growth"], one["relative_growth"]) == (1.0, None, None)
+    assert (two["of_ideal"], two["scheduler_ms"]) == (0.9, 1.8)
+    assert two["growth"] == pytest.approx(0.2)
+    assert two["relative_growth"] == pytest.approx(0.2)
 
 
 def test_without_one_shard_nothing_is_compared() -> None:
-    [target] = targets([row(Case(2, 2), 0.99, 1.0)])
-    assert target.what == "2 shards in 2 schedulers, 400 ms, of ideal"
+    [target] = targets(summary([{TWO: figures(0.99, 1.0)}]))
+    assert target.what == "2 shards in 2 schedulers, of ideal"
 
 
-def test_rows_of_earlier_runs_stay_in_the_order_of_cases() -> None:
-    earlier = [row(case, 0.99, 1.0) for case in reversed(CASES)]
-    part = shards([], 64, Effort(1, 1.0), earlier)
-    found = [Case(one["shards"], one["schedulers"], one["step_ms"]) for one in part.rows]
-    assert found == sorted(CASES)
-    assert all(target.met for target in part.targets)
+@pytest.mark.parametrize("step_ms", [0.5, 10.0, 160.0, 400.0])
+def test_windows_have_whole_periods_of_the_journals_compaction(step_ms: float) -> None:
+    effort = Effort(3, 4.0).of_steps(step_ms)
+    periods = effort.window_s * 1000 / step_ms / COMPACT_EVERY_STEPS
+    assert periods == pytest.approx(round(periods))
+    assert effort.window_s > 3.999
+    assert effort.of_steps(step_ms) == effort
 
 
 @pytest.mark.parametrize("case", CASES)
