@@ -12,6 +12,7 @@ from quire.service.http2.frames import Frame, FrameReader
 from quire.service.http2.limits import Limits
 from quire.service.http2.messages import pack_message
 from quire.service.http2.server_connection import ServerConnection
+from quire.service.http2.unread import UnreadBytes
 
 LIMITS = Limits(max_message_bytes=1000)
 _REQUEST = [
@@ -83,8 +84,9 @@ class Peer:
         async def find(path: str, metadata: object) -> Any:
             return self.handlers.get(path)
 
+        self.unread = UnreadBytes(limits.max_unread_bytes)
         self.connection = ServerConnection(
-            find, limits, lambda made: None, lambda lost: self.is_gone.set()
+            find, limits, self.unread, lambda made: None, lambda lost: self.is_gone.set()
         )
         self.connection.connection_made(self.transport)
         self._encoder, self._decoder = Encoder(), Decoder()

@@ -14,6 +14,7 @@ from quire.service.http2.messages import PREFIX, pack_message
 from quire.service.http2.server_call import INITIAL_WINDOW
 
 _CONNECTION = "quire.service.http2.server_connection"
+_EMPTY_FRAMES = "quire.service.http2.empty_frames"
 pytestmark = pytest.mark.usefixtures("long_slices")
 _PING = frames.pack_frame(frames.PING, 0, 0, bytes(8))
 
@@ -70,7 +71,7 @@ def _empty_data(peer: Peer, number: int) -> bytes:
     ],
 )
 async def test_too_many_frames_that_carry_nothing(peer: Peer, flood, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(f"{_CONNECTION}._MAX_EMPTY_FRAMES", 100)
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 100)
     for number in range(95):
         peer.send(flood(peer, number))
     assert not peer.transport.is_closed
@@ -85,8 +86,8 @@ async def test_too_many_frames_that_carry_nothing(peer: Peer, flood, monkeypatch
 
 
 async def test_pings_at_the_permitted_rate(peer: Peer, monkeypatch) -> None:
-    monkeypatch.setattr(f"{_CONNECTION}._MAX_EMPTY_FRAMES", 2)
-    monkeypatch.setattr(f"{_CONNECTION}._EMPTY_FRAMES_PER_S", 10**9)
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 2)
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_PER_S", 10**9)
     for _ in range(10):
         peer.send(_PING)
         await asyncio.sleep(0.001)

@@ -9,13 +9,16 @@ from typing import Any, Final, NoReturn, TypeAlias
 import grpc
 import structlog
 from grpc import StatusCode
+from grpc_status import rpc_status
 
+from quire.service.errors import RequestError
 from quire.service.http2 import frames
 from quire.service.http2.compression import ACCEPTED, decompressed, is_known
 from quire.service.http2.frames import ProtocolError
 from quire.service.http2.headers import Headers, metadata_of, status_fields
 from quire.service.http2.messages import MessageReader, MessageRefused
 from quire.service.http2.output import Output
+from quire.service.http2.unread import UnreadBytes
 
 log = structlog.get_logger()
 
@@ -54,9 +57,11 @@ class ServerCall:
         headers: Headers,
         output: Output,
         max_message_bytes: int,
+        unread: UnreadBytes,
         on_end: Callable[[int], None],
     ) -> None:
-        """`on_end` is called with the number of the stream when the call ends."""
+        """`unread`: of the server. `on_end` is called with the number of the stream when the call
+        ends."""
         number = headers.stream
         self._headers = headers
         # None until it is needed.
@@ -72,6 +77,7 @@ class ServerCall:
         self._has_all_requests = False
         self._changed = asyncio.Event()
         # What the handler has not read.
+        self._unread = unread
         self._messages = MessageReader(max_message_bytes)
         # The compression that the client has named.
         self._encoding = "identity"
@@ -109,7 +115,9 @@ class ServerCall:
         if self._num_received > INITIAL_WINDOW + self._num_allowed or self._has_all_requests:
             raise ProtocolError("data was sent beyond the window or the end")
         self._messages.add(content)
-        self._check_next()
+        self._unread.set(self, self._messages.num_bytes)
+        if not self._has_ended:
+            self._check_next()
 
     def receive_end(self) -> None:
         """The client sends nothing more."""
@@ -121,6 +129,12 @@ class ServerCall:
     def fail(self, code: StatusCode, message: str) -> None:
         """End the call from outside of its handler."""
         self._end(code, message)
+        self._cancel()
+
+    def refuse(self, error: RequestError) -> None:
+        """End the call from outside of its handler, with the details of an error."""
+        rich = rpc_status.to_status(error.to_status())
+        self._end(rich.code, rich.details, rich.trailing_metadata)
         self._cancel()
 
     def reset(self) -> None:
@@ -183,6 +197,7 @@ class ServerCall:
         is_compressed = self._messages.is_next_compressed
         request = self._messages.take()
         assert request is not None
+        self._unread.set(self, self._messages.num_bytes)
         self._check_next()
         self._num_read += 1
         if self._num_read % _MAX_RUN == 0:
@@ -278,6 +293,7 @@ class ServerCall:
             self._has_ended = True
             self._stream.drop()
             self._messages.clear()
+            self._unread.set(self, 0)
             self._changed.set()
             if self._timer is not None:
                 self._timer.cancel()

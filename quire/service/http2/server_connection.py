@@ -11,11 +11,13 @@ import structlog
 from grpc import StatusCode
 
 from quire.service.http2 import frames
-from quire.service.http2.frames import FloodError, Frame, FrameReader, ProtocolError
+from quire.service.http2.empty_frames import EmptyFrames
+from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
 from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
 from quire.service.http2.server_call import INITIAL_WINDOW, FindHandler, ServerCall
+from quire.service.http2.unread import UnreadBytes
 
 log = structlog.get_logger()
 
@@ -34,14 +36,9 @@ _LAST_PING: Final = b"the last"
 _AGE_JITTER: Final = 0.1
 # Of gRPC, in whatever format its messages are; not that of gRPC-Web.
 _CONTENT_TYPE: Final = re.compile(rb"application/grpc(?:[+;]|$)")
-_CARRIERS: Final = frozenset({frames.DATA, frames.HEADERS, frames.WINDOW_UPDATE})
 # The time slice of a client: frames are received for so long at a time, so that a client that
 # floods the server holds up no other.
 _MAX_SLICE_S: Final = 0.001
-# Frames that carry nothing, such as pings: so many at once, and so many per second; and as many as
-# there may be calls, so that cancelling all of them is permitted.
-_MAX_EMPTY_FRAMES: Final = 10_000
-_EMPTY_FRAMES_PER_S: Final = 1000
 
 
 class ServerConnection(asyncio.Protocol):
@@ -52,12 +49,14 @@ class ServerConnection(asyncio.Protocol):
         self,
         find_handler: FindHandler,
         limits: Limits,
+        unread: UnreadBytes,
         on_opened: Callable[["ServerConnection"], None],
         on_closed: Callable[["ServerConnection"], None],
     ) -> None:
-        """`on_closed` is called when it is closed and all of its handlers have ended."""
+        """`unread`: of the server. `on_closed` is called when it is closed and all of its handlers
+        have ended."""
         self._find_handler = find_handler
-        self._limits = limits
+        self._limits, self._unread = limits, unread
         self._on_opened, self._on_closed = on_opened, on_closed
         # What is missing of the preface.
         self._preface = frames.PREFACE
@@ -70,8 +69,7 @@ class ServerConnection(asyncio.Protocol):
         self._is_closing = self._is_lost = False
         # Whether received frames wait for the next time slice.
         self._is_waiting = False
-        # Those that count for the limit, at a time of the loop's clock.
-        self._num_empty_frames, self._counted_at = 0.0, 0.0
+        self._empty_frames = EmptyFrames(limits.max_calls)
         self._transport: asyncio.Transport
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
@@ -235,8 +233,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _receive(self, frame: Frame) -> None:
         self._headers.check_order(frame)
-        if not frame.payload or frame.kind not in _CARRIERS:
-            self._count_empty(frame)
+        self._empty_frames.count(frame, self._last_received_at)
         match frame.kind:
             case frames.DATA:
                 self._receive_data(frame)
@@ -257,17 +254,6 @@ class ServerConnection(asyncio.Protocol):
                     call.reset()
             case frames.PUSH_PROMISE:
                 raise ProtocolError("a client pushes")
-
-    def _count_empty(self, frame: Frame) -> None:
-        """FloodError if there are too many frames that carry nothing."""
-        if frame.kind == frames.DATA and frame.flags & frames.END_STREAM:
-            return
-        since_s = self._last_received_at - self._counted_at
-        self._counted_at = self._last_received_at
-        left = self._num_empty_frames - since_s * _EMPTY_FRAMES_PER_S
-        self._num_empty_frames = max(left, 0.0) + 1
-        if self._num_empty_frames > max(_MAX_EMPTY_FRAMES, self._limits.max_calls):
-            raise FloodError("too many frames that carry nothing")
 
     def _receive_ping(self, frame: Frame) -> None:
         if len(frame.payload) != _PING_BYTES:
@@ -320,8 +306,8 @@ class ServerConnection(asyncio.Protocol):
         if fields.get(b":method") != b"POST":
             self._refuse_request(headers, [(":status", "405"), ("allow", "POST")])
             return
-        max_message_bytes = self._limits.max_message_bytes
-        call = ServerCall(headers, self._output, max_message_bytes, self._call_ended)
+        max_bytes = self._limits.max_message_bytes
+        call = ServerCall(headers, self._output, max_bytes, self._unread, self._call_ended)
         self._calls[number] = call
         if headers.ends_stream:
             call.receive_end()

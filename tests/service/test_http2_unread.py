@@ -1,0 +1,125 @@
+"""What clients have sent and handlers have not read: all calls together have a limit."""
+
+import base64
+
+import pytest
+from google.rpc import status_pb2
+from http2_peer import LIMITS, Peer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.service.errors import RequestError
+from quire.service.http2 import frames
+from quire.service.http2.frames import Frame
+from quire.service.http2.limits import Limits
+from quire.service.http2.messages import pack_message
+from quire.service.http2.unread import UnreadBytes
+
+_MOST = 100
+limited = pytest.mark.parametrize(
+    "peer", [Limits(LIMITS.max_message_bytes, max_unread_bytes=_MOST)], indirect=True
+)
+pytestmark = pytest.mark.usefixtures("long_slices")
+
+
+def data(content: bytes, stream: int, flags: int = 0) -> bytes:
+    return frames.pack_frame(frames.DATA, flags, stream, content)
+
+
+def check_refusal(peer: Peer, frame: Frame, stream: int) -> None:
+    fields = peer.fields(frame)
+    assert (frame.stream, fields["grpc-status"]) == (stream, "8")
+    packed = fields["grpc-status-details-bin"]
+    details = base64.b64decode(packed + "=" * (-len(packed) % 4))
+    assert b"TOO_MANY_REQUEST_BYTES" in details
+    assert len(status_pb2.Status.FromString(details).details) == 2
+
+
+@limited
+async def test_the_call_that_holds_most_is_refused_and_the_others_go_on(peer: Peer) -> None:
+    message = pack_message(bytes(60))
+    peer.send(peer.headers(1), data(pack_message(bytes(90))[:70], 1))
+    peer.send(peer.headers(3), data(message[:40], 3))
+    refusal, _reset = await peer.received()
+    check_refusal(peer, refusal, 1)
+    # What was on its way is dropped.
+    peer.send(data(bytes(25), 1, frames.END_STREAM))
+    assert peer.unread.num_bytes == 40
+    peer.send(data(message[40:], 3, frames.END_STREAM))
+    _, response, _ = await peer.received()
+    assert (response.stream, response.payload) == (3, message)
+    assert peer.unread.num_bytes == 0
+
+
+@limited
+async def test_the_largest_call_may_be_the_one_that_sends(peer: Peer) -> None:
+    peer.send(peer.headers(1), data(pack_message(bytes(90))[:30], 1))
+    peer.send(peer.headers(3), data(pack_message(bytes(90))[:80], 3, frames.END_STREAM))
+    refusal, *_ = await peer.received()
+    check_refusal(peer, refusal, 3)
+    assert peer.unread.num_bytes == 30
+
+
+@limited
+async def test_a_call_that_is_alone_may_send_its_messages(peer: Peer) -> None:
+    message = pack_message(bytes(LIMITS.max_message_bytes))
+    peer.send(peer.headers(1), data(message, 1, frames.END_STREAM))
+    _, response, _ = await peer.received()
+    assert response.payload == message
+
+
+@limited
+async def test_messages_that_no_handler_reads_count(peer: Peer) -> None:
+    peer.send(peer.headers(1, "/a.B/Hold"), data(pack_message(bytes(80)), 1))
+    await peer.received()
+    assert peer.unread.num_bytes == 85
+    peer.send(peer.headers(3), data(pack_message(bytes(20))[:20], 3))
+    refusal, *_ = await peer.received()
+    check_refusal(peer, refusal, 1)
+    peer.send(frames.pack_reset(3, frames.CANCEL))
+    assert peer.unread.num_bytes == 0
+
+
+@limited
+async def test_a_lost_connection_holds_nothing(peer: Peer) -> None:
+    peer.send(peer.headers(1), data(pack_message(bytes(80))[:70], 1))
+    peer.connection.connection_lost(None)
+    assert peer.unread.num_bytes == 0
+
+
+class Call:
+    """Holds bytes until it is refused."""
+
+    def __init__(self, unread: UnreadBytes) -> None:
+        self.num_bytes = 0
+        self._unread = unread
+
+    def hold(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._unread.set(self, num_bytes)
+
+    def refuse(self, error: RequestError) -> None:
+        self.hold(0)
+
+
+@given(acts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 150))))
+@settings(deadline=None)
+def test_more_than_the_limit_is_held_by_a_call_alone_at_most(acts: list[tuple[int, int]]) -> None:
+    unread = UnreadBytes(_MOST)
+    calls = [Call(unread) for _ in range(4)]
+    for number, num_bytes in acts:
+        before = [call.num_bytes for call in calls]
+        calls[number].hold(num_bytes)
+        after = [call.num_bytes for call in calls]
+        assert unread.num_bytes == sum(after)
+        assert unread.num_bytes <= _MOST or sum(map(bool, after)) == 1
+        # Those that are left hold no more than those that were refused.
+        wanted = [num_bytes if at == number else one for at, one in enumerate(before)]
+        refused = [one for one, left in zip(wanted, after, strict=True) if one and not left]
+        assert not refused or max(after) <= min(refused)
+
+
+def test_without_a_limit_nothing_is_counted() -> None:
+    unread = UnreadBytes(None)
+    Call(unread).hold(10**9)
+    assert unread.num_bytes == 0
