@@ -95,6 +95,7 @@ class Gateway:
             self.scheduler,
             settings.max_resume_window_s,
             settings.background_window_s,
+            settings.stream_interval,
         )
         self.tokenization = TokenizationService(self.served, self.scheduler)
         # None if it is not configured.
@@ -195,7 +196,13 @@ class Gateway:
             await self._spans.close()
 
     def _make_server(self, max_message_bytes: int) -> Server:
-        limits = Limits(max_message_bytes, _MAX_CALLS, self._settings.max_connection_age_s)
+        settings = self._settings
+        limits = Limits(
+            max_message_bytes,
+            _MAX_CALLS,
+            settings.max_connection_age_s,
+            max_unread_bytes=settings.max_request_bytes,
+        )
         server = Server(limits, interceptor=self.calls)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.generations, self._metrics, self.calls.tenant_of), server

@@ -109,6 +109,14 @@ class GatewaySettings(TracedServiceSettings):
         ge=1,
         description="Maximum tokens queued for a slow client; its stream fails beyond them.",
     )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        le=31,
+        description="Tokens of a choice that a stream receives together, after its first one. More "
+        "than 1 is less smooth, and needs less processor time per token, most of all where a "
+        "worker may then decode several tokens per plan.",
+    )
     http_listen: MetricsAddress | None = Field(
         None,
         description="Address to serve OpenAI's HTTP API on, host:port; not served if not set.",
@@ -132,8 +140,9 @@ class GatewaySettings(TracedServiceSettings):
     max_request_bytes: int = Field(
         256 * 2**20,
         ge=1,
-        description="Maximum bytes of the requests of all live calls together; calls beyond it are "
-        "refused with a time to retry.",
+        description="Maximum bytes of the requests of all live calls together; as many more may "
+        "be in requests that are being received over gRPC. Calls beyond either are refused with a "
+        "time to retry.",
     )
     max_resume_window_s: int = Field(
         60, ge=0, description="Largest resume_window_s that a request may have."

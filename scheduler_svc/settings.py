@@ -118,9 +118,10 @@ class SchedulerSettings(TracedServiceSettings):
     multi_step_s: float = Field(
         0.1,
         ge=0,
-        description="Maximum seconds of decoding in one plan while no client streams; also at most "
-        "a tenth of the time since the last request arrived. 0: one token per sequence and plan, "
-        "and an idle worker starts at once instead of waiting 2 to 20 ms to batch unary requests.",
+        description="Maximum seconds of decoding in one plan while no client gets its tokens one "
+        "by one; also at most a tenth of the time since the last request arrived. 0: one token "
+        "per sequence and plan, and an idle worker starts at once instead of waiting 2 to 20 ms to "
+        "batch unary requests.",
     )
     placement: Placement = Field(
         Placement.LEAST_WORK,

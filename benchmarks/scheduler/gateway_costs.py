@@ -11,7 +11,9 @@ from quire.client.async_client import AsyncClient
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
 
+_INTERVAL = 4
 STREAMED = "a token of a stream, at the gateway"
+JOINED = f"a token of a stream that receives {_INTERVAL} together, at the gateway"
 UNARY = "a token of a unary call, at the gateway"
 REQUEST = "a request, at the gateway"
 _MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -33,24 +35,35 @@ _Call = Callable[[AsyncClient, list[int], SamplingParams], Awaitable[None]]
 
 
 def gateway_costs() -> list[dict[str, Cell]]:
-    with LocalStack(str(_MODEL), settings=_SETTINGS) as stack:
+    streamed, unary, request = _measured(interval=1)
+    joined, _, _ = _measured(_INTERVAL)
+    return [
+        {"what": STREAMED, "gateway_ms": streamed},
+        {"what": JOINED, "gateway_ms": joined},
+        {"what": UNARY, "gateway_ms": unary},
+        {"what": REQUEST, "gateway_ms": request},
+    ]
+
+
+def _measured(interval: int) -> tuple[float, float, float]:
+    settings = {**_SETTINGS, "QUIRE_GATEWAY_STREAM_INTERVAL": str(interval)}
+    with LocalStack(str(_MODEL), settings=settings) as stack:
         [gateway] = stack.processes("gateway")
         return asyncio.run(_costs(stack.address, gateway.pid))
 
 
-async def _costs(address: str, pid: int) -> list[dict[str, Cell]]:
+async def _costs(address: str, pid: int) -> tuple[float, float, float]:
+    """Milliseconds of a token of a stream, of one of a unary call, and of a request."""
     async with AsyncClient(address) as client:
         # A warm-up.
         await _used_s(client, pid, _stream, _SHORT)
         streamed = await _used_s(client, pid, _stream, _LONG)
         short = await _used_s(client, pid, _stream, _SHORT)
         unary = await _used_s(client, pid, _call, _LONG) - await _used_s(client, pid, _call, _SHORT)
-    per_token = (streamed - short) / (_NUM_REQUESTS * (_LONG - _SHORT))
-    return [
-        {"what": STREAMED, "gateway_ms": 1000 * per_token},
-        {"what": UNARY, "gateway_ms": 1000 * unary / (_NUM_REQUESTS * (_LONG - _SHORT))},
-        {"what": REQUEST, "gateway_ms": 1000 * (short / _NUM_REQUESTS - _SHORT * per_token)},
-    ]
+    num_tokens = _NUM_REQUESTS * (_LONG - _SHORT)
+    per_token = (streamed - short) / num_tokens
+    per_request = short / _NUM_REQUESTS - _SHORT * per_token
+    return 1000 * per_token, 1000 * unary / num_tokens, 1000 * per_request
 
 
 async def _used_s(client: AsyncClient, pid: int, call: _Call, num_tokens: int) -> float:

@@ -210,6 +210,7 @@ def start(
 def resume(
     request: inference_pb2.ResumeGenerateRequest,
     principal: str,
+    stream_interval: int,
     served: ServedModel,
     requests: RequestRouter,
 ) -> AbstractAsyncContextManager[Generation]:
@@ -217,7 +218,9 @@ def resume(
 
     Requests all tokens, as the text after the client's next tokens depends on those before.
     """
-    attachment = scheduler_pb2.Attachment(request_id=request.request_id, principal=principal)
+    attachment = scheduler_pb2.Attachment(
+        request_id=request.request_id, principal=principal, stream_interval=stream_interval
+    )
     stream = requests.attach(attachment, _cancel_this_task())
     return _closing(
         requests,

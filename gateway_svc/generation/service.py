@@ -29,7 +29,9 @@ class GenerationService:
         scheduler: Shards,
         max_resume_window_s: int,
         background_window_s: int,
+        stream_interval: int,
     ) -> None:
+        self._stream_interval = stream_interval
         self._background_window_s = background_window_s
         self._max_resume_window_s = max_resume_window_s
         self.served = served
@@ -63,6 +65,7 @@ class GenerationService:
             prepared = await submission.prepare(
                 request, model, self.scheduler.max_model_len, deadline_s, tenant, http, search
             )
+        prepared.submission.stream_interval = self._stream_interval
         if trace is not None:
             _add_trace(prepared, trace)
         return prepared
@@ -76,7 +79,9 @@ class GenerationService:
     ) -> AbstractAsyncContextManager[Generation]:
         """Resume a live or finished request; exit as `start` does."""
         validation.check_resume_request(request)
-        return generation.resume(request, tenant.principal, self.served, self.scheduler.requests)
+        return generation.resume(
+            request, tenant.principal, self._stream_interval, self.served, self.scheduler.requests
+        )
 
     async def cancel(self, request_id: str, tenant: Tenant = ANONYMOUS) -> None:
         """End a request of any gateway. RequestError NOT_FOUND if it is not live."""

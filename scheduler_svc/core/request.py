@@ -5,9 +5,14 @@ import struct
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
+from typing import Final
 
 from quire.service.beams import num_entries
 from scheduler_svc.beams.search import EarlyStopping
+
+# Tokens of a choice in a frame with deferred delivery, after its first one: the client of the
+# request reads none before the end, and it has no stop strings.
+DEFERRED_TOKENS: Final = 32
 
 
 class EndReason(Enum):

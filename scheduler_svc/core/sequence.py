@@ -45,8 +45,8 @@ class Group:
     # The connection that receives its output; `attachment` is its number there.
     subscriber: Subscriber
     attachment: int = 0
-    # Deferred delivery: its client reads no tokens before its end, and it has no stop strings.
-    is_deferred: bool = False
+    # Tokens of a choice that are sent together, but for its first one and its last ones.
+    tokens_per_frame: int = 1
     # (epoch, number) of the stream; a newer stream has a greater one.
     attachment_generation: tuple[int, int] = (0, 0)
     # Its client has disconnected and may return.
@@ -253,11 +253,6 @@ class Sequence:
     def journaled(self) -> "array[int]":
         """Output that Redis has."""
         return self.output[: self.num_journaled]
-
-    @property
-    def deliverable(self) -> "array[int]":
-        """Output that may be sent to its gateway: journaled, and within its end."""
-        return self.journaled if self.end is None else self.journaled[: self.end.num_output_tokens]
 
     @property
     def unjournaled(self) -> "array[int]":

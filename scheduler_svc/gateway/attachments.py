@@ -7,7 +7,7 @@ from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
-from scheduler_svc.core.request import End, EndReason
+from scheduler_svc.core.request import DEFERRED_TOKENS, End, EndReason
 from scheduler_svc.core.sequence import Group
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import error_of, from_record
@@ -66,8 +66,9 @@ class Attachments:
             previous.unsubscribe(group)
         self._orphans.remove(group)
         group.attachment_generation = generation
-        is_deferred = isinstance(request, scheduler_pb2.Submission) and request.deferred_delivery
-        connection.attach(group, request.attachment, request.next_indices, is_deferred)
+        connection.attach(
+            group, request.attachment, request.next_indices, _tokens_per_frame(request)
+        )
         if connection.is_disconnected:
             self.detach(group, connection, client_gone=False)
 
@@ -152,6 +153,12 @@ def _replay_ended(
         sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
         sequence.is_finished = True
     connection.replay(group, request.attachment, request.next_indices)
+
+
+def _tokens_per_frame(request: AttachRequest) -> int:
+    if isinstance(request, scheduler_pb2.Submission) and request.deferred_delivery:
+        return DEFERRED_TOKENS
+    return min(max(1, request.stream_interval), DEFERRED_TOKENS - 1)
 
 
 def key_of(request: AttachRequest) -> RequestKey:

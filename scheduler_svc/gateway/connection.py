@@ -104,14 +104,15 @@ class GatewayConnection:
         group: Group,
         attachment: int,
         next_indices: Iterable[int],
-        is_deferred: bool = False,
+        tokens_per_frame: int = 1,
     ) -> None:
-        """Subscribe to a request: replay its tokens from these indices on, then send new ones. With
-        `is_deferred`, new tokens are buffered until there are enough; ends are sent at once."""
-        group.subscriber, group.attachment, group.is_deferred = self, attachment, is_deferred
+        """Subscribe to a request: replay its tokens from these indices on, then send new ones. They
+        are buffered until a choice has `tokens_per_frame`; ends are sent at once."""
+        group.subscriber, group.attachment = self, attachment
+        group.tokens_per_frame = tokens_per_frame
         self.attached[attachment] = group
         self.replay(group, attachment, next_indices)
-        if is_deferred:
+        if tokens_per_frame > 1:
             self._buffer.register(group)
 
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
@@ -211,6 +212,8 @@ class GatewayConnection:
             self._remove(sequence.group)
 
     def failed(self, group: Group, error: RequestError) -> None:
+        for sequence in group.outputs:
+            self._add_new(self._buffer.take(sequence))
         self._remove(group)
         self.reject(group.attachment, error, group.record.opaque)
 

@@ -1,15 +1,14 @@
-"""Buffers tokens of deferred-delivery requests until a frame is worth sending."""
+"""Buffers tokens of requests with a stream interval, or with deferred delivery, until a frame is
+worth sending."""
 
+from array import array
 from dataclasses import dataclass
 
 from scheduler_svc.core.request import Delivery
 from scheduler_svc.core.sequence import Group, Sequence
 
-# All buffered tokens are due once a choice has this many. From then on the choices of a connection
-# fill at the same pace, and are sent in one frame.
-DEFERRED_TOKENS = 32
-# All buffered tokens are also due at this total, those of log-probabilities included: a frame stays
-# far below the limit at which a gateway that does not read is disconnected.
+# All buffered tokens are due at this total, those of log-probabilities included: a frame stays far
+# below the limit at which a gateway that does not read is disconnected.
 MAX_BUFFERED_TOKENS = 100_000
 
 
@@ -21,10 +20,12 @@ class _Request:
 
 
 class TokenBuffer:
-    """Journaled but unsent tokens of a connection's deferred-delivery requests.
+    """Journaled but unsent tokens of a connection's requests that do not receive each at once.
 
     The tokens stay in their sequences; the buffer has the index up to which each choice was sent.
-    The first token of a choice is not buffered, because it ends the time to first token.
+    The first token of a choice is not buffered, because it ends the time to first token. All
+    buffered tokens are due once a choice has as many as its request receives together. From then on
+    the choices of a connection fill at the same pace, and are sent in one frame.
     """
 
     def __init__(self) -> None:
@@ -32,17 +33,19 @@ class TokenBuffer:
         self.is_due = False
         # Buffered since the last `take_all`, tokens taken of single choices included.
         self._num_buffered = 0
-        # By attachment.
+        # By attachment; and those with buffered tokens.
         self._requests: dict[int, _Request] = {}
+        self._unsent: dict[int, _Request] = {}
 
     def register(self, group: Group) -> None:
         """Buffer a request from here on; its tokens so far have been sent."""
-        next_indices = [len(sequence.deliverable) for sequence in group.outputs]
+        next_indices = [_num_deliverable(sequence) for sequence in group.outputs]
         self._requests[group.attachment] = _Request(group, next_indices)
 
     def remove(self, attachment: int) -> None:
         """Forget a request, if it is registered."""
         self._requests.pop(attachment, None)
+        self._unsent.pop(attachment, None)
 
     def add(self, delivery: Delivery) -> Delivery:
         """Buffer a delivery; return the part of it to send at once."""
@@ -56,9 +59,10 @@ class TokenBuffer:
         self.is_due = False
         self._num_buffered = 0
         rest = Delivery()
-        for request in self._requests.values():
+        for request in self._unsent.values():
             for sequence in request.group.outputs:
                 _take(rest, request, sequence)
+        self._unsent.clear()
         return rest
 
     def take(self, sequence: Sequence) -> Delivery:
@@ -88,8 +92,10 @@ class TokenBuffer:
                 places.append(at)
                 request.next_indices[choice] = count
             else:
+                self._unsent[attachment] = request
                 self._num_buffered += count * (1 + request.group.params.num_journaled_logprobs)
-                if first + count - request.next_indices[choice] >= DEFERRED_TOKENS:
+                num_unsent = first + count - request.next_indices[choice]
+                if num_unsent >= request.group.tokens_per_frame:
                     self.is_due = True
         self.is_due |= self._num_buffered >= MAX_BUFFERED_TOKENS
         return places
@@ -97,13 +103,26 @@ class TokenBuffer:
 
 def add_deliverable(delivery: Delivery, attachment: int, sequence: Sequence, first: int) -> int:
     """Add a choice's deliverable tokens from the index `first` on; return the end index."""
-    token_ids = sequence.deliverable[first:].tolist()
+    token_ids = _output(sequence, first, _num_deliverable(sequence)).tolist()
     end = first + len(token_ids)
     if token_ids:
         packed = sequence.logprobs_of(first, end)
         of_prompt = bytes(sequence.prompt_logprobs) if first == 0 else b""
         delivery.add(attachment, sequence.choice, first, token_ids, packed, of_prompt)
     return end
+
+
+def _num_deliverable(sequence: Sequence) -> int:
+    """Output tokens that may be sent: journaled, and within the end."""
+    most = min(sequence.num_journaled, sequence.num_output_tokens)
+    return most if sequence.end is None else min(most, sequence.end.num_output_tokens)
+
+
+def _output(sequence: Sequence, first: int, end: int) -> "array[int]":
+    """Output between two indices, without a copy of all of it."""
+    if sequence.is_beam:
+        return sequence.output[first:end]
+    return sequence.token_ids[sequence.num_prompt_tokens + first : sequence.num_prompt_tokens + end]
 
 
 def _take(delivery: Delivery, request: _Request, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ from itertools import takewhile
 
 from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.placement import LaneBudget
+from scheduler_svc.core.request import DEFERRED_TOKENS
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.pool_client import PoolClient
@@ -52,7 +53,8 @@ class Assignments:
         if not sequences or not self.is_open:
             return False
         return all(
-            sequence.group.is_deferred and not (sequence.is_suspect or sequence.is_ended)
+            sequence.group.tokens_per_frame >= DEFERRED_TOKENS
+            and not (sequence.is_suspect or sequence.is_ended)
             for sequence in sequences
         )
 

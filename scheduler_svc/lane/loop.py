@@ -64,9 +64,7 @@ class LaneLoop:
         self.batch_window = BatchWindow(options.multi_step_s > 0, hooks.since_last_arrival_s)
         self._most_in_flight = options.pipeline_depth_for(worker)
         self._num_micro_batches = options.num_micro_batches_for(worker)
-        # All plans in flight together stay far below the step timeout.
-        max_s = options.step_timeout_s / (4 * self._most_in_flight)
-        self._multi_step = MultiStep(min(options.multi_step_s, max_s), hooks.since_last_arrival_s)
+        self._multi_step = MultiStep(options.max_rounds_s(worker), hooks.since_last_arrival_s)
         self._results = StepAccounts(
             worker.incarnation, table, self.quarantine, self.batch_window, self._multi_step,
             pool.stats, hooks.step_completed,
@@ -82,6 +80,7 @@ class LaneLoop:
         parts = LaneParts(
             epoch, stream, pool, table.rows, self.in_flight, hooks, self._results,
             is_interrupted=self._wake.is_set, interrupt=self.wake, stepped=self._stepped,
+            are_rounds_possible=lambda: self._multi_step.is_possible() and not hooks.has_waiting(),
         )  # fmt: skip
         self._entry = SteadyEntry(parts, table, assignments, limits, options, self._most_in_flight)
         # While the loop waits, and the lane is in a steady state.

@@ -21,8 +21,7 @@ class LaneOptions:
     pipeline_depth: int
     enable_prefix_caching: bool
     check_every_step: bool
-    # Maximum duration of a plan of several rounds, far below the step timeout; 0: one round per
-    # plan, and no batch window.
+    # Maximum duration of a plan of several rounds; 0: one round per plan, and no batch window.
     multi_step_s: float
     # A worker whose oldest plan takes longer counts as stuck.
     step_timeout_s: float
@@ -47,6 +46,11 @@ class LaneOptions:
     def pipeline_depth_for(self, worker: WorkerInfo) -> int:
         """Plans in flight: at least one in each stage."""
         return max(self.pipeline_depth, worker.num_stages)
+
+    def max_rounds_s(self, worker: WorkerInfo) -> float:
+        """Maximum duration of a plan of several rounds: all plans in flight together stay far below
+        the step timeout."""
+        return min(self.multi_step_s, self.step_timeout_s / (4 * self.pipeline_depth_for(worker)))
 
     def num_micro_batches_for(self, worker: WorkerInfo) -> int:
         """Plans in flight with different rows, among which the decodes are divided."""

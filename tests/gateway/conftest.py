@@ -78,7 +78,10 @@ def settings_for(model_folder: Path, http_listen: str | None) -> Callable[..., G
 async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[Stack]:
     scheduler = FakeScheduler()
     port = await scheduler.start()
-    gateway = Gateway(settings_for(scheduler=f"127.0.0.1:{port}", max_queued_tokens=20_000))
+    settings = settings_for(
+        scheduler=f"127.0.0.1:{port}", max_queued_tokens=20_000, stream_interval=3
+    )
+    gateway = Gateway(settings)
     address = await gateway.start()
     async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
         stack = Stack(gateway, scheduler, port, address, channel)

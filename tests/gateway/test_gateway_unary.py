@@ -36,6 +36,23 @@ async def test_unary_calls_without_stop_strings_are_deferred(
     assert "".join([d.text async for r in stream for d in r.deltas]) == TEXT
 
 
+async def test_requests_and_resumptions_have_the_interval_of_the_settings(stack: Stack) -> None:
+    ids = stack.encode(TEXT)
+    params = pb.SamplingParams(max_tokens=len(ids))
+    stream = stack.inference.StreamGenerate(
+        pb.StreamGenerateRequest(
+            text="x", request_id="one", resume_window_s=5, sampling_params=params
+        )
+    )
+    submission = await stack.scheduler.serve_one(ids)
+    assert submission.stream_interval == 3
+    assert "".join([d.text async for r in stream for d in r.deltas]) == TEXT
+    resumed = stack.inference.ResumeGenerate(pb.ResumeGenerateRequest(request_id="one"))
+    attachment = await stack.scheduler.attachments.get()
+    assert attachment.stream_interval == 3
+    resumed.cancel()
+
+
 async def test_the_response_has_the_tokens_of_a_prompt_that_was_tokenized_here(
     stack: Stack,
 ) -> None:

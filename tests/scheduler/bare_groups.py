@@ -8,8 +8,8 @@ from scheduler_svc.store.requests import RequestKey, RequestRecord
 
 
 def bare_group(
-    request_id: str, params: Params, is_deferred: bool = False, principal: str = ""
+    request_id: str, params: Params, tokens_per_frame: int = 1, principal: str = ""
 ) -> Group:
     key = RequestKey(principal, request_id)
     record = RequestRecord(key, b"", array("I"), b"", sequence_id=1)
-    return Group(record, params, NullSubscriber(), is_deferred=is_deferred)
+    return Group(record, params, NullSubscriber(), tokens_per_frame=tokens_per_frame)

@@ -3,14 +3,16 @@
 import pytest
 from bare_groups import bare_group
 
-from scheduler_svc.core.request import Params
+from scheduler_svc.core.request import DEFERRED_TOKENS, Params
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane.multi_step import MAX_ROUNDS, MAX_ROUNDS_BEFORE_STOP, MultiStep
 
 
-def sequence(*, is_deferred: bool = True, stops: frozenset[int] = frozenset()) -> Sequence:
+def sequence(
+    tokens_per_frame: int = DEFERRED_TOKENS, stops: frozenset[int] = frozenset()
+) -> Sequence:
     params = Params(temperature=0, top_k=0, top_p=1, seed=0, max_tokens=100)
-    group = bare_group("one", params, is_deferred)
+    group = bare_group("one", params, tokens_per_frame)
     return Sequence(1, group, 0, [], 0, 0, stop_token_ids=stops)
 
 
@@ -42,9 +44,25 @@ def test_a_plan_takes_at_most_a_tenth_of_the_time_since_the_last_arrival(
 def test_a_streamed_sequence_limits_the_plan_to_one_round(most_s: float) -> None:
     multi_step = MultiStep(most_s, no_arrivals)
     multi_step.completed(0.001)
-    both = [sequence(), sequence(is_deferred=False)]
+    both = [sequence(), sequence(tokens_per_frame=1)]
     assert multi_step.num_rounds(both) == 1
     assert multi_step.num_rounds(both[:1]) == (MAX_ROUNDS if most_s else 1)
+
+
+@pytest.mark.parametrize("interval", [2, 3, MAX_ROUNDS, MAX_ROUNDS + 1])
+def test_a_plan_has_no_more_rounds_than_a_stream_gets_tokens_together(interval: int) -> None:
+    multi_step = MultiStep(0.1, no_arrivals)
+    multi_step.completed(0.001)
+    both = [sequence(), sequence(tokens_per_frame=interval)]
+    assert multi_step.num_rounds(both) == min(interval, MAX_ROUNDS)
+
+
+def test_rounds_are_possible_while_two_fit_a_plan() -> None:
+    multi_step = MultiStep(0.1, lambda: 0.25)
+    assert not multi_step.is_possible()
+    for step_ms, is_possible in ((12, True), (13, False)):
+        multi_step.completed(step_ms / 1000)
+        assert multi_step.is_possible() is is_possible
 
 
 def test_stop_tokens_limit_the_rounds() -> None:

@@ -1,19 +1,20 @@
-"""Tokens of deferred-delivery requests are sent in batches, all other tokens at once."""
+"""Tokens of requests with an interval are sent in batches, all other tokens at once."""
 
 import struct
 from array import array
 from dataclasses import dataclass, field
 
 from bare_groups import bare_group
+from grpc import StatusCode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import failed
 from scheduler_svc.core.logprobs import ENTRY_BYTES, MAX_NUM_LOGPROBS
-from scheduler_svc.core.request import Delivery, End, EndReason, Params
+from scheduler_svc.core.request import DEFERRED_TOKENS, Delivery, End, EndReason, Params
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.gateway.connection import GatewayConnection
-from scheduler_svc.gateway.token_buffer import DEFERRED_TOKENS
 
 # Of the token at an index: itself, as a log-probability's bytes.
 PACKED = struct.Struct("<Iff")
@@ -108,7 +109,7 @@ async def test_deferred_delivery_requests_have_few_frames() -> None:
     connection = GatewayConnection(epoch=1, may_send=always)
     groups = [group_of(number) for number in range(1, 9)]
     for number, group in enumerate(groups, 1):
-        connection.attach(group, number, [], is_deferred=True)
+        connection.attach(group, number, [], tokens_per_frame=DEFERRED_TOKENS)
     listener = Listener(connection)
     await listener.listen()
     listener.num_frames = 0
@@ -124,7 +125,7 @@ async def test_an_end_is_sent_at_once_with_all_tokens_before_it() -> None:
     connection = GatewayConnection(epoch=1, may_send=always)
     groups = [group_of(number) for number in (1, 2)]
     for number, group in enumerate(groups, 1):
-        connection.attach(group, number, [], is_deferred=True)
+        connection.attach(group, number, [], tokens_per_frame=DEFERRED_TOKENS)
     for _ in range(5):
         step(connection, groups)
     end(connection, groups[0].sequences[0])
@@ -139,7 +140,7 @@ async def test_replayed_tokens_are_not_sent_again() -> None:
     connection = GatewayConnection(epoch=1, may_send=always)
     group = group_of(1)
     step(GatewayConnection(epoch=1, may_send=always), [group], 9)
-    connection.attach(group, 5, [4], is_deferred=True)
+    connection.attach(group, 5, [4], tokens_per_frame=DEFERRED_TOKENS)
     listener = Listener(connection, received={(5, 0): 4})
     await listener.listen()
     assert listener.received == {(5, 0): 9}
@@ -152,8 +153,8 @@ async def test_replayed_tokens_are_not_sent_again() -> None:
 async def test_nothing_is_sent_of_a_released_request() -> None:
     connection = GatewayConnection(epoch=1, may_send=always)
     group, other = group_of(1), group_of(2)
-    connection.attach(group, 1, [], is_deferred=True)
-    connection.attach(other, 2, [], is_deferred=True)
+    connection.attach(group, 1, [], tokens_per_frame=DEFERRED_TOKENS)
+    connection.attach(other, 2, [], tokens_per_frame=DEFERRED_TOKENS)
     step(connection, [group, other], 2)
     step(connection, [group, other], 2)
     connection.unsubscribe(group)
@@ -163,12 +164,28 @@ async def test_nothing_is_sent_of_a_released_request() -> None:
     assert listener.received == {(1, 0): 2, (2, 0): 4 + DEFERRED_TOKENS}
 
 
+async def test_a_failure_follows_all_tokens_before_it() -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number) for number in (1, 2)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], tokens_per_frame=8)
+    for _ in range(5):
+        step(connection, groups)
+    connection.failed(groups[0], failed(StatusCode.INTERNAL, "LOST", "it is lost"))
+    frame = await anext(aiter(connection.frames()))
+    assert [failure.attachment for failure in frame.failures] == [1]
+    received = dict.fromkeys((1, 2), 0)
+    for attachment, count in zip(frame.deltas.attachments, frame.deltas.num_tokens, strict=True):
+        received[attachment] += count
+    assert received == {1: 5, 2: 1}
+
+
 async def test_many_requests_with_log_probabilities_do_not_disconnect_their_gateway() -> None:
     """Sent together they would exceed the limit of unread tokens."""
     connection = GatewayConnection(epoch=1, may_send=always)
     groups = [group_of(number, num_logprobs=MAX_NUM_LOGPROBS) for number in range(1, 1501)]
     for number, group in enumerate(groups, 1):
-        connection.attach(group, number, [], is_deferred=True)
+        connection.attach(group, number, [], tokens_per_frame=DEFERRED_TOKENS)
     frames, num_tokens = aiter(connection.frames()), 0
     for _ in range(1 + DEFERRED_TOKENS):
         step(connection, groups)
@@ -179,7 +196,9 @@ async def test_many_requests_with_log_probabilities_do_not_disconnect_their_gate
 
 @given(
     original=st.lists(
-        st.tuples(st.booleans(), st.integers(1, 3), st.booleans()), min_size=1, max_size=4
+        st.tuples(st.sampled_from([1, 2, 5, DEFERRED_TOKENS]), st.integers(1, 3), st.booleans()),
+        min_size=1,
+        max_size=4,
     ),
     steps=st.lists(
         st.tuples(st.integers(0, 15), st.integers(1, 5), st.booleans()), min_size=1, max_size=60
@@ -187,24 +206,24 @@ async def test_many_requests_with_log_probabilities_do_not_disconnect_their_gate
 )
 @settings(max_examples=100, deadline=None)
 async def test_every_request_receives_all_tokens_in_order(
-    original: list[tuple[bool, int, bool]], steps: list[tuple[int, int, bool]]
+    original: list[tuple[int, int, bool]], steps: list[tuple[int, int, bool]]
 ) -> None:
     connection = GatewayConnection(epoch=1, may_send=always)
     groups = []
-    for number, (is_deferred, n, with_logprobs) in enumerate(original, 1):
+    for number, (tokens_per_frame, n, with_logprobs) in enumerate(original, 1):
         groups.append(group_of(number, n, int(with_logprobs)))
-        connection.attach(groups[-1], number, [], is_deferred)
+        connection.attach(groups[-1], number, [], tokens_per_frame)
     listener = Listener(connection)
     for chosen, num_tokens, is_heard in steps:
         scheduled = [group for at, group in enumerate(groups) if chosen >> at & 1]
         step(connection, scheduled, num_tokens)
         if is_heard:
             await listener.listen()
-        for (is_deferred, _, _), group in zip(original, groups, strict=True):
+        for (tokens_per_frame, _, _), group in zip(original, groups, strict=True):
             for sequence in group.sequences if is_heard else ():
                 received = listener.received.get((group.attachment, sequence.choice), 0)
                 behind = sequence.num_output_tokens - received
-                assert behind < (DEFERRED_TOKENS if is_deferred else 1)
+                assert behind < tokens_per_frame
                 assert received or not sequence.num_output_tokens
     for group in groups:
         for sequence in group.sequences:

@@ -19,7 +19,7 @@ from scheduler_stack import (
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
-from scheduler_svc.gateway.token_buffer import DEFERRED_TOKENS
+from scheduler_svc.core.request import DEFERRED_TOKENS
 from scheduler_svc.lane import batch_window, multi_step
 
 LONG = 100

@@ -37,6 +37,8 @@ class LaneParts:
     interrupt: Callable[[], None]
     # A step was sent.
     stepped: Callable[[int], None]
+    # Whether the loop would send plans of several rounds now, for rows that allow it.
+    are_rounds_possible: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -60,7 +62,9 @@ class _Step:
 class SteadyDecoding:
     """One plan is sent per result. `advance` takes a result only if nothing else has to be done."""
 
-    def __init__(self, columns: DecodeColumns, parts: LaneParts) -> None:
+    def __init__(self, columns: DecodeColumns, parts: LaneParts, allows_rounds: bool) -> None:
+        """`allows_rounds`: none of the rows gets its tokens one by one."""
+        self._allows_rounds = allows_rounds
         self._columns = columns
         self._parts = parts
         self._commits = parts.pool.decode_commits(
@@ -108,6 +112,7 @@ class SteadyDecoding:
             or not parts.pool.is_idle
             or columns.num_left < 1
             or len(growing) > parts.pool.num_free_blocks
+            or (self._allows_rounds and parts.are_rounds_possible())
         ):
             return False
         token_ids = list(result.sampled_token_ids)

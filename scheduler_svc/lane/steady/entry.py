@@ -27,7 +27,6 @@ class SteadyEntry:
         self._assignments = assignments
         self._limits = limits
         self._publishes = options.enable_prefix_caching
-        self._may_have_rounds = options.multi_step_s > 0
         self._depth = depth
 
     def enter(self) -> SteadyDecoding | None:
@@ -49,12 +48,13 @@ class SteadyEntry:
         if not sequences or not parts.in_flight.run_only(sequences):
             return None
         # Plans of several rounds are left to the loop.
-        if self._may_have_rounds and all(sequence.group.is_deferred for sequence in sequences):
+        allows_rounds = all(sequence.group.tokens_per_frame > 1 for sequence in sequences)
+        if allows_rounds and parts.are_rounds_possible():
             return None
         if not all(map(_is_plain, sequences)):
             return None
         columns = DecodeColumns(sequences, self._limits, self._publishes)
-        return SteadyDecoding(columns, parts)
+        return SteadyDecoding(columns, parts, allows_rounds)
 
 
 def _is_plain(sequence: Sequence) -> bool:
