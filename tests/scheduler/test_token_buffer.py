@@ -40,11 +40,14 @@ def entry(token_id: int) -> bytes:
 
 def step(connection: GatewayConnection, groups: list[Group], num_tokens: int = 1) -> None:
     """Deliver `num_tokens` tokens to every choice that has not ended, as a commit does."""
+    step_of(connection, [sequence for group in groups for sequence in group.sequences], num_tokens)
+
+
+def step_of(connection: GatewayConnection, sequences: list[Sequence], num_tokens: int) -> None:
     delivery = Delivery()
-    for group in groups:
-        for sequence in group.sequences:
-            if sequence.end is not None:
-                continue
+    for sequence in sequences:
+        if sequence.end is None:
+            group = sequence.group
             first = sequence.num_output_tokens
             token_ids = list(range(first, first + num_tokens))
             packed = b"".join(map(entry, token_ids)) * group.params.num_logprobs
@@ -236,3 +239,94 @@ async def test_every_request_receives_all_tokens_in_order(
                 listener.received.get(key, 0) == listener.ended[key] == sequence.num_output_tokens
             )
     assert not connection.attached
+
+
+_ACTS = st.one_of(
+    # Steps of the same choices: which, how many tokens each, how often, and whether frames are read.
+    st.tuples(
+        st.sampled_from([0b111111, 0b000111, 0b111000, 0b101010, 0b000001]),
+        st.sampled_from([1, 1, 1, 2]),
+        st.integers(1, 12),
+        st.booleans(),
+    ),
+    # The end of a choice, or another attachment of a request.
+    st.integers(0, 5),
+    st.sampled_from(["first", "second"]),
+)
+
+
+@given(
+    intervals=st.tuples(*[st.sampled_from([1, 2, 3, 5, DEFERRED_TOKENS])] * 2),
+    with_logprobs=st.booleans(),
+    acts=st.lists(_ACTS, min_size=1, max_size=30),
+)
+@settings(max_examples=200, deadline=None)
+async def test_choices_that_decode_together_for_a_while_receive_all_tokens(
+    intervals: tuple[int, int],
+    with_logprobs: bool,
+    acts: list[tuple[int, int, int, bool] | int | str],
+) -> None:
+    """Two requests of three choices, on lanes that change."""
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(1, 3), group_of(2, 3, int(with_logprobs))]
+    sequences = [sequence for group in groups for sequence in group.sequences]
+    for group, interval in zip(groups, intervals, strict=True):
+        connection.attach(group, group.attachment or int(group.key.request_id), [], interval)
+    listener = Listener(connection)
+    num_attachments = 2
+    for act in acts:
+        if isinstance(act, tuple):
+            chosen, num_tokens, times, is_heard = act
+            rows = [one for at, one in enumerate(sequences) if chosen >> at & 1]
+            for _ in range(times):
+                step_of(connection, rows, num_tokens)
+                if is_heard:
+                    await listener.listen()
+                    check_interval(listener, groups)
+        elif isinstance(act, int):
+            if sequences[act].end is None:
+                end(connection, sequences[act])
+        else:
+            group = groups[act == "second"]
+            if group.num_live == 0:
+                continue
+            await listener.listen()
+            num_attachments += 1
+            before = [listener.received.get((group.attachment, at), 0) for at in range(3)]
+            connection.unsubscribe(group)
+            for at, count in enumerate(before):
+                listener.received[num_attachments, at] = count
+            connection.attach(group, num_attachments, before, group.tokens_per_frame)
+    for sequence in sequences:
+        if sequence.end is None:
+            end(connection, sequence)
+    await listener.listen()
+    for sequence in sequences:
+        key = sequence.group.attachment, sequence.choice
+        assert listener.received.get(key, 0) == sequence.num_output_tokens
+
+
+def check_interval(listener: Listener, groups: list[Group]) -> None:
+    for group in groups:
+        for sequence in group.sequences:
+            received = listener.received.get((group.attachment, sequence.choice), 0)
+            assert sequence.num_output_tokens - received < group.tokens_per_frame
+            assert received or not sequence.num_output_tokens
+
+
+async def test_a_steady_lane_s_tokens_are_joined_without_looking_at_each() -> None:
+    connection = GatewayConnection(epoch=1, may_send=always)
+    groups = [group_of(number) for number in (1, 2, 3)]
+    for number, group in enumerate(groups, 1):
+        connection.attach(group, number, [], tokens_per_frame=4)
+    listener = Listener(connection)
+    step(connection, groups)
+    for _ in range(5):
+        for _ in range(4):
+            step(connection, groups)
+        frame = await anext(aiter(connection.frames()))
+        listener._take(frame)
+        assert list(frame.deltas.num_tokens)[-3:] == [4, 4, 4]
+    [run] = connection._buffer._runs.values()
+    assert run.is_empty
+    assert set(listener.received.values()) == {21}
