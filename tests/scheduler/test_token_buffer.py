@@ -242,7 +242,7 @@ async def test_every_request_receives_all_tokens_in_order(
 
 
 _ACTS = st.one_of(
-    # Steps of the same choices: which, how many tokens each, how often, and whether frames are read.
+    # Steps of the same choices: which, how many tokens each, how often, whether frames are read.
     st.tuples(
         st.sampled_from([0b111111, 0b000111, 0b111000, 0b101010, 0b000001]),
         st.sampled_from([1, 1, 1, 2]),
