@@ -56,7 +56,12 @@ _OPEN = frames.PREFACE + frames.pack_settings({})
     ("received", "reason"),
     [
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
-        (frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**18 + 1)), "too large"),
+        (
+            frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**16))
+            + frames.pack_frame(frames.CONTINUATION, 0, 1, bytes(2**16)) * 3
+            + frames.pack_frame(frames.CONTINUATION, 0, 1, b"x"),
+            "too large",
+        ),
         (frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(6, 0, 0), "incomplete"),
         (
             frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(9, 4, 3),
@@ -95,7 +100,7 @@ async def test_what_breaks_the_protocol_closes_the_connection(
 
 async def test_more_data_than_the_window_closes_the_connection(peer: Peer) -> None:
     peer.send(peer.headers(path="/a.B/Hold"))
-    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 100)
+    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 60)
     for _ in range(INITIAL_WINDOW // len(part)):
         peer.send(part)
         assert not peer.transport.is_closed
@@ -285,7 +290,7 @@ async def test_the_window_of_the_connection_bounds_all_streams(peer: Peer) -> No
 
 
 async def test_windows_are_raised_by_what_was_read(peer: Peer) -> None:
-    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 100)
+    part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 60)
     peer.send(
         peer.headers(), frames.pack_window_update(0, 2**30), frames.pack_window_update(1, 2**30)
     )

@@ -21,7 +21,8 @@ from quire.service.http2.unread import UnreadBytes
 
 log = structlog.get_logger()
 
-_MAX_FRAME_BYTES: Final = 2**20
+# Of a frame, which counts among the unread bytes when it is complete.
+_MAX_FRAME_BYTES: Final = 2**16
 # Received bytes after which the connection's window is raised to its maximum again. Windows of
 # streams bound what is received.
 _WINDOW_STEP: Final = 2**24
