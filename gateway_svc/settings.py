@@ -112,7 +112,7 @@ class GatewaySettings(TracedServiceSettings):
     stream_interval: int = Field(
         1,
         ge=1,
-        le=31,
+        le=31,  # Deferred delivery has 32.
         description="Tokens of a choice that a stream receives together, after its first one. More "
         "than 1 is less smooth, and needs less processor time per token, most of all where a "
         "worker may then decode several tokens per plan.",

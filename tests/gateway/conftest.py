@@ -78,6 +78,7 @@ def settings_for(model_folder: Path, http_listen: str | None) -> Callable[..., G
 async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[Stack]:
     scheduler = FakeScheduler()
     port = await scheduler.start()
+    # The interval is for the scheduler: its effect is not here.
     settings = settings_for(
         scheduler=f"127.0.0.1:{port}", max_queued_tokens=20_000, stream_interval=3
     )

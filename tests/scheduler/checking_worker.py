@@ -329,3 +329,9 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             self.gate.clear()
         self.distort(result)
         return result
+
+
+def rounds_of(worker: CheckingWorker) -> list[int]:
+    """The maximum number of rounds of each plan that ran rows."""
+    schedules = [plan.schedule for plan in worker.plans if plan.schedule.rows]
+    return [max(schedule.num_rounds, default=1) for schedule in schedules]

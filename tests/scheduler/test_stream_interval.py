@@ -1,7 +1,7 @@
 """Streams that receive several tokens together, through the whole scheduler."""
 
 import pytest
-from checking_worker import CheckingWorker
+from checking_worker import CheckingWorker, rounds_of
 from scheduler_stack import check_outputs, prompt, running_stack
 from waiting import until
 
@@ -13,18 +13,6 @@ NUM_TOKENS = 100
 
 def worker_of() -> CheckingWorker:
     return CheckingWorker(1, num_blocks=1024, max_model_len=256)
-
-
-def rounds_of(worker: CheckingWorker) -> list[int]:
-    """The maximum number of rounds of each plan that ran rows."""
-    schedules = [plan.schedule for plan in worker.plans if plan.schedule.rows]
-    return [max(schedule.num_rounds, default=1) for schedule in schedules]
-
-
-@pytest.fixture
-def any_arrival_rate(monkeypatch):
-    """Plans of several rounds, however recent the last arrival is."""
-    monkeypatch.setattr(multi_step, "_SHARE", 1000)
 
 
 @pytest.mark.parametrize("interval", [2, 5])

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from checking_worker import CheckingWorker
+from checking_worker import CheckingWorker, rounds_of
 from scheduler_stack import (
     ABORTED,
     CANCELLED,
@@ -72,18 +72,6 @@ async def test_ends_by_stop_tokens_and_several_choices_are_whole(redis_url, sock
             prompt(7), max_tokens=60, seed=6, deferred_delivery=True, n=3, num_logprobs=2
         )
         assert all(received.is_whole for received in await gateway.wait_ended())
-
-
-def rounds_of(worker: CheckingWorker) -> list[int]:
-    """The maximum number of rounds of each plan that ran rows."""
-    schedules = [plan.schedule for plan in worker.plans if plan.schedule.rows]
-    return [max(schedule.num_rounds, default=1) for schedule in schedules]
-
-
-@pytest.fixture
-def any_arrival_rate(monkeypatch):
-    """Plans of several rounds, however recent the last arrival is."""
-    monkeypatch.setattr(multi_step, "_SHARE", 1000)
 
 
 def num_rows_of_first_plan(worker: CheckingWorker) -> int:

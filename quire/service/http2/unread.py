@@ -17,8 +17,8 @@ class Holder(Protocol):
 
 
 class UnreadBytes:
-    """Counts them. Beyond the limit the call that holds the most is refused: one client with many
-    large messages that it does not complete holds up no other."""
+    """Counts them. Beyond the limit the call that holds the most is refused, so that small requests
+    are served beside large ones that a client does not complete."""
 
     def __init__(self, max_bytes: int | None) -> None:
         """None: without a limit."""
