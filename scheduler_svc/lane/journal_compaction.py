@@ -17,7 +17,9 @@ class JournalCompaction:
     ) -> None:
         self._pool = pool
         self._compact = compact
-        self._last_step = pool.last_step
+        # The first one comes early by another number of steps in each lane: lanes whose workers run
+        # in step would all compact at once, and delay all streams.
+        self._last_step = pool.last_step - pool.pool.incarnation % COMPACT_EVERY_STEPS
         # Sequences that left the lane since the last compaction, with tokens in the journal.
         self.uncompacted: list[Sequence] = []
         self._task: asyncio.Task[None] | None = None
