@@ -2,12 +2,15 @@
 
 import gc
 import json
+import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN, gemma2, gpt2, llama, save_model
 from transformers import BloomConfig, FalconMambaConfig, PretrainedConfig, RecurrentGemmaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,7 +19,9 @@ from worker_driver import worker_settings
 
 from worker_svc.cache.kv_pool import AttentionSpec, PoolSize, size_pool
 from worker_svc.model.attention import LayerProbe, temporary_attention
+from worker_svc.model.checkpoint import model_fingerprint, weights_files
 from worker_svc.model.loading import LoadedModel, ModelError, load_model
+from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.runner.devices import find_device
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
@@ -63,6 +68,102 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors"):
         load(tmp_path)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_missing_weights_are_not_random(name: str, tmp_path: Path) -> None:
+    save_model(llama(), tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=f"the checkpoint has no {re.escape(name)}"):
+        load(tmp_path)
+
+
+def test_of_many_missing_weights_some_are_named(tmp_path: Path) -> None:
+    """As of a quantised checkpoint whose config does not mention it."""
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            tensors[f"{name}_packed"] = tensors.pop(name)
+
+    save_model(llama(), tmp_path)
+    change_tensors(tmp_path, rename)
+    with pytest.raises(ModelError, match=r"no model\.layers\.0.*, .* and 18 more"):
+        load(tmp_path)
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+
+    save_model(llama(), tmp_path)
+    change_tensors(tmp_path, cut)
+    with pytest.raises(ModelError, match=r"norm.weight: \[31\] in the checkpoint, not \[32\]"):
+        load(tmp_path)
+
+
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
+    file = save_model(llama(), tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors: "):
+        load(tmp_path)
+
+
+def test_the_files_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    """Some folders have the same weights a second time, in another format."""
+    for name in ("consolidated.safetensors", "b.safetensors", "a.safetensors"):
+        (tmp_path / name).touch()
+    assert names_of(tmp_path) == ["a.safetensors", "b.safetensors", "consolidated.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}))
+    assert names_of(tmp_path) == ["a.safetensors", "b.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert names_of(tmp_path) == ["model.safetensors"]
+
+
+def names_of(folder: Path) -> list[str]:
+    return [file.name for file in weights_files(folder)]
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        ({"weight_map": {"x": "a.safetensors", "y": "c.safetensors"}}, "c.safetensors, which is"),
+        ({"weight_map": {}}, "no weights"),
+        ({"weight_map": ["a.safetensors"]}, "AttributeError"),
+        ({"weight_map": {"x": 5}}, "TypeError"),
+        ({}, "weight_map"),
+        ([], "TypeError"),
+    ],
+)
+def test_an_index_that_cannot_be_followed(index: Any, why: str, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=why):
+        weights_files(tmp_path)
+
+
+def test_two_files_with_the_same_tensor(tmp_path: Path) -> None:
+    for name in "ab":
+        save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ModelError, match=r"b.safetensors has x, as another file has"):
+        CheckpointTensors(weights_files(tmp_path))
+
+
+def test_fingerprint_distinguishes_how_a_checkpoint_is_quantised(tmp_path: Path) -> None:
+    weights = weights_files(save_model(llama(), tmp_path))
+    fingerprints = {model_fingerprint(tmp_path, "float32", weights)}
+    for version in ("gptq", "gptq_v2"):
+        for name in ("quantize_config.json", "quant_config.json"):
+            (tmp_path / name).write_text(json.dumps({"checkpoint_format": version}))
+            fingerprints.add(model_fingerprint(tmp_path, "float32", weights))
+    assert len(fingerprints) == 5
 
 
 def test_fingerprint_distinguishes_weights_config_and_dtype(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Packed models on disk: the same outputs, from another start on, and never of other weights."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -201,6 +202,19 @@ def test_a_setting_that_changes_weights_has_its_own_file(
     assert key_of(settings_of(model, cache, **change)) != before
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_how_a_checkpoint_is_quantised_is_a_part_of_the_key(
+    name: str, tmp_path: Path, cache: Path
+) -> None:
+    """Of older ones, config.json does not say it."""
+    settings = settings_of(save_model(qwen3(), tmp_path), cache)
+    keys = {key_of(settings)}
+    for version in ("gptq", "gptq_v2"):
+        (tmp_path / name).write_text(json.dumps({"checkpoint_format": version}))
+        keys.add(key_of(settings))
+    assert len(keys) == 3
+
+
 def test_weights_that_are_replaced_are_loaded_anew(
     tmp_path: Path, model: Path, cache: Path
 ) -> None:
@@ -248,9 +262,10 @@ def _flip(file: Path, offset: int) -> None:
         lambda file: os.truncate(file, 0),
         lambda file: _flip(file, 0),
         lambda file: _flip(file, 9),
+        lambda file: _flip(file, 19),
         lambda file: _flip(file, 100),
     ],
-    ids=["end", "header", "empty", "magic", "sizes", "index"],
+    ids=["end", "header", "empty", "magic", "sizes", "tensors", "index"],
 )
 def test_a_damaged_file_is_made_again(
     damage: Callable[[Path], object], model: Path, cache: Path

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from worker_svc.model.download import download
 from worker_svc.model.load_progress import LoadProgress
@@ -12,6 +13,10 @@ from worker_svc.model.load_progress import LoadProgress
 _WHOLE_BELOW = 64 * 2**20
 _SAMPLE_BYTES = 2**20
 _NUM_SAMPLES = 32
+# By quantisation method, the file of checkpoints whose config.json does not mention it.
+QUANTIZATION_FILES: Final = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
+_ONE_FILE: Final = "model.safetensors"
+_INDEX: Final = f"{_ONE_FILE}.index.json"
 
 
 class ModelError(ValueError):
@@ -38,9 +43,14 @@ def find_model(
 
 
 def weights_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a folder, else its GGUF file. ModelError if it has none, or several
-    GGUF files."""
-    if files := tuple(folder.glob("*.safetensors")):
+    """The files with a model's weights: as transformers chooses, `model.safetensors` or those of
+    the index, else all safetensors files of the folder, else its GGUF file. ModelError if there is
+    none, if one of the index is missing, or if there are several GGUF files."""
+    if (file := folder / _ONE_FILE).is_file():
+        return (file,)
+    if (index := folder / _INDEX).is_file():
+        return _files_of(index)
+    if files := tuple(sorted(folder.glob("*.safetensors"))):
         return files
     files = tuple(sorted(folder.glob("*.gguf")))
     if len(files) > 1:
@@ -48,6 +58,26 @@ def weights_files(folder: Path) -> tuple[Path, ...]:
     if not files:
         raise ModelError(f"{folder} has no *.safetensors file")
     return files
+
+
+def _files_of(index: Path) -> tuple[Path, ...]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = tuple(index.parent / name for name in sorted(names))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: {error!r}") from error
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ModelError(f"{index} has weights in {missing[0]}, which is not there")
+    if not files:
+        raise ModelError(f"{index} has no weights")
+    return files
+
+
+def quantization_texts(folder: Path) -> Iterator[bytes]:
+    """Names and contents of the files of `QUANTIZATION_FILES` that the folder has."""
+    for name in QUANTIZATION_FILES.values():
+        if (file := folder / name).is_file():
+            yield from (name.encode(), file.read_bytes())
 
 
 def rounding_name(quantization: str | None, int8_activations: bool) -> str | None:
@@ -61,7 +91,7 @@ def model_fingerprint(
     folder: Path, dtype: str, weights: tuple[Path, ...], quantization: str | None = None
 ) -> bytes:
     """SHA-256 over the canonical config.json, the dtype, each weights file's name, size and
-    content, and what the weights are rounded to.
+    content, how the checkpoint is quantised, and what the weights are rounded to.
 
     A file of up to 64 MiB is hashed whole; of a larger one the first megabyte, which contains the
     header of safetensors, and 32 evenly spaced samples of a megabyte, the last at its end.
@@ -70,6 +100,7 @@ def model_fingerprint(
     parts = [json.dumps(config, sort_keys=True, separators=(",", ":")).encode(), dtype.encode()]
     for path in sorted(weights):
         parts += [path.name.encode(), str(path.stat().st_size).encode(), _content(path)]
+    parts += quantization_texts(folder)
     if quantization is not None:
         parts.append(f"quantization {quantization}".encode())
     digest = hashlib.sha256()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from kernels.cpu.library import build_folder
+from worker_svc.model.checkpoint import quantization_texts
 from worker_svc.settings import WorkerSettings
 
 _FORMAT: Final = "1"
@@ -24,12 +25,12 @@ def packed_model_key(
     """Hexadecimal digits that change with the checkpoint, the settings, the instruction set, and
     the code.
 
-    The checkpoint counts by its configuration and by names, sizes and times of its weights' files.
+    The checkpoint counts by its configurations and by names, sizes and times of its weights' files.
     The time of the last change of an inode is among them, which no program can set, so a file that
     was replaced is noticed also if its time of modification was kept.
     """
     digest = hashlib.sha256()
-    for part in (
+    parts = [
         _FORMAT,
         *(f"{name} {version(name)}" for name in _PACKAGES),
         # Of the sources in C++, their flags and torch's version: the layout of panels.
@@ -39,8 +40,8 @@ def packed_model_key(
         *(f"{name} {getattr(settings, name)}" for name in _SETTINGS),
         (folder / "config.json").read_text(),
         *(_identity(path) for path in sorted(weights)),
-    ):
-        encoded = part.encode()
+    ]
+    for encoded in (*map(str.encode, parts), *quantization_texts(folder)):
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.hexdigest()[:32]
 

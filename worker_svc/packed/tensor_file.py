@@ -103,6 +103,8 @@ def _read_index(file: Path) -> tuple[Any, int]:
         text = opened.read(index_bytes)
     if hashlib.sha256(text).digest() != digest:
         raise DamagedFileError("the checksum of the index is wrong")
+    if first != _aligned(_HEADER.size + index_bytes, _TENSORS_ALIGNMENT):
+        raise DamagedFileError(f"its tensors do not begin at {first}")
     return json.loads(text), first
 
 

@@ -29,16 +29,22 @@ class StoredTensor(Protocol):
 
 
 class CheckpointTensors:
-    """The tensors of safetensors files, which stay mapped. ModelError if a file cannot be read."""
+    """The tensors of safetensors files, which stay mapped. ModelError if a file cannot be read, or
+    if two have a tensor of the same name."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._file_of: dict[str, Any] = {}
         for path in files:
             try:
                 file: Any = safe_open(path, framework="pt")
-                self._file_of |= dict.fromkeys(file.keys(), file)
+                names = list(file.keys())
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{path}: {error}") from error
+            if twice := self._file_of.keys() & names:
+                raise ModelError(
+                    f"{path} has {min(twice)}, as another file of the folder; remove one"
+                )
+            self._file_of |= dict.fromkeys(names, file)
 
     @property
     def names(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.checkpoint import QUANTIZATION_FILES, ModelError
 from worker_svc.model.quantized import awq, compressed_tensors, gptq
 from worker_svc.model.quantized.checkpoint_tensors import (
     CheckpointTensors,
@@ -22,8 +22,6 @@ _READERS: Final = {
 GGUF: Final = "gguf"
 # transformers converts these weights to 16 bits itself, without another package.
 _CONVERTED: Final = ("mxfp4",)
-# Of checkpoints whose config.json does not mention their quantisation.
-_CONFIG_FILES: Final = {"gptq": "quantize_config.json", "awq": "quant_config.json"}
 
 
 def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any] | None:
@@ -35,7 +33,7 @@ def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any]
         found = getattr(level, "quantization_config", None)
         if found is not None:
             return _served(found if isinstance(found, dict) else found.to_dict())
-    for method, name in _CONFIG_FILES.items():
+    for method, name in QUANTIZATION_FILES.items():
         if (path := weights[0].parent / name).is_file():
             return _served({**_read_json(path), "quant_method": method})
     return None

@@ -48,13 +48,19 @@ def load_network(
         )
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{network_class.__name__}: {error}") from error
+    check_complete(info)
+    return network, _sources(network, stand_ins, quantized)
+
+
+def check_complete(info: Mapping[str, Any]) -> None:
+    """ModelError if the checkpoint lacks tensors of the model, or has some of other shapes: these
+    would be random. `info`: the loading info of `from_pretrained`."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ModelError(f"{name}: {list(found)} in the checkpoint, not {list(expected)}")
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"the checkpoint has no {', '.join(missing[:3])}{more}")
-    return network, _sources(network, stand_ins, quantized)
 
 
 def move_stand_ins(sources: WeightSources, device: torch.device) -> None:
