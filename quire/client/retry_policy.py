@@ -19,6 +19,9 @@ _MAX_BACKOFF_S = 1.0
 # An attempt of this duration had reached a server, because failures to connect are shorter.
 _REACHED_S = 5.0
 _TAKEN_OVER = "TAKEN_OVER"
+# The reason of a gateway that has waited for a scheduler in vain: however long the attempt was, it
+# has reached none.
+_SCHEDULER_AWAY = "SCHEDULER_AWAY"
 
 
 def resume_timeout(seconds: float) -> float:
@@ -84,7 +87,8 @@ class RetryPolicy:
         if is_final(error) and not resumable:
             raise error
         now = self._clock()
-        if self._failing_since_s is None or now - self._attempted_s >= _REACHED_S:
+        lasted = now - self._attempted_s >= _REACHED_S and error.reason != _SCHEDULER_AWAY
+        if self._failing_since_s is None or lasted:
             self._failing_since_s = now
             self._backoff_s = _FIRST_BACKOFF_S
         if now - self._failing_since_s >= self._resume_timeout_s:

@@ -99,6 +99,37 @@ class Client:
         return client
 
 
+def test_the_call_of_a_connection_that_is_cancelled_when_it_is_made_ends() -> None:
+    """uvloop does not report the end of such a connection."""
+    problems: list[object] = []
+
+    async def run() -> CallEnded:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: problems.append(context)
+        )
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = Client(address, KeepAlive(0.05, 0.05))
+        made = client.call.connection_made
+
+        def cancel_when_made(transport: asyncio.BaseTransport) -> None:
+            made(transport)
+            opening.cancel()
+
+        client.call.connection_made = cancel_when_made  # type: ignore[method-assign]
+        opening = asyncio.ensure_future(connect(lambda: client.call, address, None))
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        ended = await client.ended
+        client.call.cancel()
+        server.close()
+        return ended
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run()).code is StatusCode.UNAVAILABLE
+    assert not problems
+
+
 @pytest.mark.parametrize("size", [0, 1, 2**14, LARGE])
 async def test_messages_arrive_in_both_directions(size: int, tmp_path_factory) -> None:
     listen = f"unix:{tmp_path_factory.mktemp('s')}/a.sock"

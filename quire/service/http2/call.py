@@ -1,6 +1,7 @@
 """One streaming gRPC call, the only one of its HTTP/2 connection."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, cast
@@ -123,7 +124,9 @@ class StreamCall(asyncio.Protocol):
     def cancel(self) -> None:
         """Cancel the call, unless it has ended, and close the connection."""
         if self.ended is None:
-            self._transport.write(frames.pack_reset(_STREAM, frames.CANCEL))
+            # Without a connection there is nothing to reset.
+            with contextlib.suppress(RuntimeError):
+                self._transport.write(frames.pack_reset(_STREAM, frames.CANCEL))
             self._end(StatusCode.CANCELLED, "the call was cancelled")
 
     @property
@@ -225,8 +228,14 @@ class StreamCall(asyncio.Protocol):
         ping_at = self._received_at + keep_alive.after_s
         if ping_at > now:
             self._timer = loop.call_at(ping_at, self._ping, keep_alive)
-        else:
+            return
+        try:
             self._transport.write(frames.pack_frame(frames.PING, 0, 0, _PING))
+        except RuntimeError:
+            # If opening a connection is cancelled just when it is made, uvloop closes it and does
+            # not call connection_lost.
+            self._end(StatusCode.UNAVAILABLE, "the connection was closed")
+        else:
             end_at = now + keep_alive.within_s
             self._timer = loop.call_at(end_at, self._end_if_silent, keep_alive, now, end_at)
 

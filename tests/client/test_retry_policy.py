@@ -1,0 +1,86 @@
+"""When a client retries, and when it gives up."""
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from quire.client.errors import QuireError
+from quire.client.retry_policy import RetryPolicy
+from quire.client.targets import Targets
+
+_TIMEOUT_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def policy(clock: Clock) -> RetryPolicy:
+    return RetryPolicy(Targets("a:1,b:2"), _TIMEOUT_S, clock=clock)
+
+
+def failure(reason: str | None = None) -> QuireError:
+    return QuireError(grpc.StatusCode.UNAVAILABLE, "away", reason=reason, resumable=True)
+
+
+def gives_up_after(
+    policy: RetryPolicy, clock: Clock, attempt_s: float, error: QuireError, most: int = 20
+) -> float | None:
+    """Seconds until the error is raised, if each attempt fails after so long; None if it is not."""
+    began_s = clock.now_s
+    for _ in range(most):
+        policy.begin_attempt()
+        clock.now_s += attempt_s
+        try:
+            clock.now_s += policy.backoff_s(error)
+        except QuireError:
+            return clock.now_s - began_s
+    return None
+
+
+def test_it_gives_up_when_connections_have_failed_for_the_timeout(
+    policy: RetryPolicy, clock: Clock
+) -> None:
+    seconds = gives_up_after(policy, clock, 0.5, failure(), most=1000)
+    assert seconds is not None
+    assert _TIMEOUT_S <= seconds < _TIMEOUT_S + 3
+
+
+def test_long_attempts_that_break_had_reached_a_server(policy: RetryPolicy, clock: Clock) -> None:
+    """A request may wait for a worker longer than the timeout."""
+    assert gives_up_after(policy, clock, 2 * _TIMEOUT_S, failure()) is None
+
+
+def test_it_gives_up_on_gateways_that_wait_for_a_scheduler_in_vain(
+    policy: RetryPolicy, clock: Clock
+) -> None:
+    seconds = gives_up_after(policy, clock, 30.0, failure("SCHEDULER_AWAY"))
+    assert seconds is not None
+    assert seconds < 2 * _TIMEOUT_S + 3
+
+
+@pytest.mark.parametrize("reasons", [("SCHEDULER_AWAY", None), (None, "SCHEDULER_AWAY")])
+def test_progress_and_healthy_attempts_begin_the_time_anew(
+    reasons: tuple[str | None, ...], policy: RetryPolicy, clock: Clock
+) -> None:
+    def fail(reason: str | None) -> None:
+        policy.begin_attempt()
+        clock.now_s += 20.0
+        policy.backoff_s(failure(reason))
+
+    between: list[Callable[[], None]] = [policy.record_progress, lambda: None]
+    for act in between:
+        for reason in reasons:
+            fail(reason)
+        act()
