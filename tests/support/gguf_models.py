@@ -9,7 +9,15 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 _SIZES = {
@@ -31,13 +39,20 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _OUTER = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -46,12 +61,30 @@ _OUTER = {
 }
 
 
-def llama(tied: bool = False) -> LlamaConfig:
-    return LlamaConfig(**_SIZES, tie_word_embeddings=tied)
+def llama(tied: bool = False, **changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{**_SIZES, **changes}, tie_word_embeddings=tied)
 
 
-def qwen3(tied: bool = False) -> Qwen3Config:
-    return Qwen3Config(**_SIZES, head_dim=64, tie_word_embeddings=tied)
+def qwen2(tied: bool = False, **changes: Any) -> Qwen2Config:
+    return Qwen2Config(**{**_SIZES, **changes}, tie_word_embeddings=tied)
+
+
+def qwen3(tied: bool = False, **changes: Any) -> Qwen3Config:
+    return Qwen3Config(**{**_SIZES, "head_dim": 64, **changes}, tie_word_embeddings=tied)
+
+
+def gemma2(tied: bool = True, **changes: Any) -> Gemma2Config:
+    sizes = {**_SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, **changes}
+    return Gemma2Config(**sizes, tie_word_embeddings=tied)
+
+
+def gemma3(tied: bool = True, **changes: Any) -> Gemma3TextConfig:
+    sizes = {**_SIZES, "head_dim": 32, "query_pre_attn_scalar": 32, **changes}
+    return Gemma3TextConfig(**sizes, tie_word_embeddings=tied)
+
+
+def phi3(tied: bool = False, **changes: Any) -> Phi3Config:
+    return Phi3Config(**{**_SIZES, "pad_token_id": 0, **changes}, tie_word_embeddings=tied)
 
 
 def blocks_of(weight: np.ndarray, kind: str) -> np.ndarray:
@@ -115,21 +148,28 @@ def write_gguf(
     metadata: Mapping[str, Any] = {},
 ) -> Path:
     """`folder/model.gguf` with tensors of these types, by their names in the file, and the float32
-    model that it stands for in `folder/expected`."""
+    model that it stands for in `folder/expected`. `metadata` are added; None removes a key."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
+    is_gemma = config.model_type.startswith("gemma")
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
+        elif is_gemma and "embed" in name:
+            # Otherwise the model repeats its last token, as its input is scaled.
+            parameter.data.mul_(0.05)
     writer = _writer(config, folder / "model.gguf", metadata)
     for name, parameter in model.named_parameters():
-        own = _gguf_name(name)
+        own = _gguf_name(name, _NAMES | _GEMMA_NAMES if is_gemma else _NAMES)
         weight = parameter.data.numpy().copy()
+        if weight.ndim == 1:
+            writer.add_tensor(own, weight + 1 if is_gemma else weight)
+            continue
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         permuted = config.model_type == "llama" and name.split(".")[-2] in heads
         if permuted:
             weight = _interleaved(weight, heads[name.split(".")[-2]])
-        kind = "F32" if weight.ndim == 1 else kind_of(own)
+        kind = kind_of(own)
         number = GGMLQuantizationType[kind]
         data = weight if kind == "F32" else blocks_of(weight, kind)
         writer.add_tensor(own, data, raw_dtype=number)
@@ -148,24 +188,46 @@ def write_gguf(
 
 def _writer(config: Any, path: Path, metadata: Mapping[str, Any]) -> GGUFWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = GGUFWriter(path, config.model_type)
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(64)
-    writer.add_value_length(64)
-    writer.add_rope_dimension_count(64)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    architecture = config.model_type.removesuffix("_text")
+    writer = GGUFWriter(path, architecture)
     _add_tokenizer(writer, config.vocab_size)
-    for key, value in metadata.items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+    own = {f"{architecture}.{key}": value for key, value in _own_metadata(config).items()}
+    for key, value in ({"general.name": "tiny"} | own | dict(metadata)).items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
     return writer
+
+
+def _own_metadata(config: Any) -> dict[str, Any]:
+    """What llama.cpp writes of a config, by keys without the architecture."""
+    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(rotary["rope_theta"]),
+        "rope.scaling.type": "linear" if rotary["rope_type"] == "linear" else None,
+        "rope.scaling.factor": rotary.get("factor"),
+        "vocab_size": config.vocab_size,
+    }
 
 
 def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
@@ -181,14 +243,15 @@ def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
     writer.add_chat_template("{{ messages[0].content }}")
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, names: Mapping[str, str]) -> str:
     if name in _OUTER:
         return _OUTER[name]
     _, _, number, *inner, suffix = name.split(".")
-    return f"blk.{number}.{_NAMES['.'.join(inner)]}.{suffix}"
+    return f"blk.{number}.{names['.'.join(inner)]}.{suffix}"
 
 
 def _interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -47,7 +47,10 @@ class GgufFile:
             file = cls(path, *read_header(path))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path}: not a complete GGUF file: {error}") from error
-        if file.metadata.get("split.count", 0) > 1:
+        num_parts = file.metadata.get("split.count", 1)
+        if type(num_parts) is not int:
+            raise ModelError(f"{path}: split.count is {num_parts!r}, which is not an integer")
+        if num_parts > 1:
             raise ModelError(f"{path}: one of several parts; merge them by llama-gguf-split")
         if file.architecture not in ARCHITECTURES:
             raise ModelError(

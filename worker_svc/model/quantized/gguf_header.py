@@ -5,11 +5,11 @@ skipped here: they describe the tokenizer.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,10 @@ _SCALARS: Final[Mapping[int, str]] = {
     **{7: "?", 10: "Q", 11: "q", 12: "d"},
 }
 _ALIGNMENT: Final = "general.alignment"
+_MAX_DEPTH: Final = 8  # of lists in lists
+_MAX_DIMS: Final = 4  # as in ggml
+_TRUNCATED: Final = "the file ends in its header"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ def read_header(path: Path) -> tuple[Mapping[str, Any], tuple[GgufTensor, ...]]:
     if (version := reader.number("I")) not in _VERSIONS:
         raise ValueError(f"version {version}; versions 2 and 3 are read")
     num_tensors, num_entries = reader.number("Q"), reader.number("Q")
-    metadata = dict(reader.entry() for _ in range(num_entries))
-    infos = [reader.tensor_info() for _ in range(num_tensors)]
-    alignment = metadata.get(_ALIGNMENT, 32)
+    metadata = _unique(reader.entry() for _ in range(num_entries))
+    infos = _unique(reader.tensor_info() for _ in range(num_tensors))
+    alignment = _alignment(metadata)
     start = -(-reader.offset // alignment) * alignment
-    return metadata, tuple(_tensor(mapped, start, *info) for info in infos)
+    return metadata, tuple(_tensor(mapped, start, name, *info) for name, info in infos.items())
 
 
 class _Reader:
@@ -64,7 +68,7 @@ class _Reader:
     def take(self, num_bytes: int) -> bytes:
         end = self.offset + num_bytes
         if end > len(self._content):
-            raise ValueError("the file ends in its header")
+            raise ValueError(_TRUNCATED)
         taken = bytes(self._content[self.offset : end])
         self.offset = end
         return taken
@@ -79,36 +83,62 @@ class _Reader:
         """A key of the metadata and its value."""
         return self.text(), self._value(self.number("I"))
 
-    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and place of a tensor."""
+    def tensor_info(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """Name of a tensor, and its shape, type and place."""
         name, num_dims = self.text(), self.number("I")
+        if num_dims > _MAX_DIMS:
+            raise ValueError(f"{name}: {num_dims} dimensions, more than {_MAX_DIMS}")
         dims = [self.number("Q") for _ in range(num_dims)]
-        return name, tuple(reversed(dims)), self.number("I"), self.number("Q")
+        return name, (tuple(reversed(dims)), self.number("I"), self.number("Q"))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self.text()
         if kind == _LIST:
-            return self._skip_list(self.number("I"), self.number("Q"))
+            return self._skip_list(1)
         if kind not in _SCALARS:
             raise ValueError(f"metadata of the unknown type {kind}")
         return self.number(_SCALARS[kind])
 
-    def _skip_list(self, kind: int, length: int) -> None:
+    def _skip_list(self, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"lists of metadata more than {_MAX_DEPTH} deep")
+        kind, length = self.number("I"), self.number("Q")
         if kind in _SCALARS:
             self._skip(length * struct.calcsize(f"<{_SCALARS[kind]}"))
         elif kind == _STRING:
             read = struct.Struct("<Q").unpack_from
             for _ in range(length):
                 if self.offset + 8 > len(self._content):
-                    raise ValueError("the file ends in its header")
+                    raise ValueError(_TRUNCATED)
                 self.offset += 8 + read(self._content, self.offset)[0]
-        else:
+            self._skip(0)
+        elif kind == _LIST:
             for _ in range(length):
-                self._value(kind)
+                self._skip_list(depth + 1)
+        else:
+            raise ValueError(f"metadata of the unknown type {kind}")
 
     def _skip(self, num_bytes: int) -> None:
         self.offset += num_bytes
+        if self.offset > len(self._content):
+            raise ValueError(_TRUNCATED)
+
+
+def _unique(pairs: Iterable[tuple[str, _T]]) -> dict[str, _T]:
+    found: dict[str, _T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it has {name} twice")
+        found[name] = value
+    return found
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    value = metadata.get(_ALIGNMENT, 32)
+    if type(value) is not int or value <= 0 or value & (value - 1):
+        raise ValueError(f"{_ALIGNMENT} is {value!r}, which is not a power of two")
+    return value
 
 
 def _tensor(
