@@ -82,6 +82,13 @@ def write_checkpoint(
     return folder
 
 
+def rewrite_config(folder: Path, **changes: Any) -> None:
+    """Change the `quantization_config`."""
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**config["quantization_config"], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def packed(integers: Tensor, bits: int) -> Tensor:
     """Adjacent columns in one int32, the first in the lowest bits."""
     per_word = 32 // bits

@@ -22,6 +22,7 @@ from kernels.dispatch import Implementation
 from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.model.quantized.formats import find_weights
+from worker_svc.model.quantized.layer_classes import LayerClasses
 from worker_svc.model.quantized.packing import pack_quantized
 
 _ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def test_recorded_weights(record: Path) -> None:
     with safe_open(record, framework="pt") as file:
         config = json.loads(file.metadata()["quantization_config"])
         expected = file.get_tensor("expected")
-    weight = find_weights(config, CheckpointTensors([record]))["layer"].read()
+    weight = find_weights(config, CheckpointTensors([record]), LayerClasses())["layer"].read()
     assert (weight.permutation is not None) == bool(config.get("desc_act"))
     # The libraries multiply in float16: the same products, rounded.
     assert weight.dequantize().half().equal(expected)

@@ -1,7 +1,6 @@
 """Checkpoints that are quantised already: what their weights stand for, what they write, and which
 are refused."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copyfile, copytree
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import FORMATS, compressed, packed, write_checkpoint
+from quantized_checkpoints import FORMATS, compressed, packed, rewrite_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_models import Reference
 from torch import Tensor
@@ -186,12 +185,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors")
-
-
-def rewrite_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {**config["quantization_config"], **changes}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 _LAYER = "model.layers.1.mlp.up_proj"

@@ -10,7 +10,7 @@ from rank_runners import decoded, runner_of, staged
 from rank_threads import rank_threads
 from safetensors.torch import load_file, save_file
 from shard_models import logits_of, prepared
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 from worker_driver import worker_settings
 
 from worker_svc.cache.cache_setup import cached_layers
@@ -103,7 +103,7 @@ def test_layers_are_divided_by_their_size_in_the_checkpoint(tmp_path: Path) -> N
     def layers_of_stages(folder: Path) -> list[range]:
         config = AutoConfig.from_pretrained(folder)
         files = (folder / "model.safetensors",)
-        stored = open_checkpoint(quantization_of(config, files), None, config, files)
+        stored = open_checkpoint(quantization_of(config, files), LlamaForCausalLM, config, files)
         return [layers_of(config, stored, Stage(index, 2)) for index in range(2)]
 
     assert layers_of_stages(model / "expected") == [range(3), range(3, 6)]

@@ -31,10 +31,14 @@ def find_weights(
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4:
         raise ModelError(f"AWQ of {bits} bits; served are 4")
-    return {layer: _find(tensors, layer) for layer in tensors.layers("qweight")}
+    group_size = config.get("group_size")
+    if group_size is None:
+        group_size = config.get("q_group_size")
+    return {layer: _find(tensors, layer, group_size) for layer in tensors.layers("qweight")}
 
 
-def _find(tensors: CheckpointTensors, layer: str) -> StoredWeight:
+def _find(tensors: CheckpointTensors, layer: str, configured: int | None) -> StoredWeight:
+    """`configured` is the config's group size; -1 is all inputs."""
     weight, zeros, scales = (f"{layer}.{name}" for name in ("qweight", "qzeros", "scales"))
     shape = tensors.shape(scales)
     if len(shape) != 2 or shape[1] % 8:
@@ -44,7 +48,7 @@ def _find(tensors: CheckpointTensors, layer: str) -> StoredWeight:
     tensors.require(weight, ("I32",), (num_inputs, num_outputs // 8))
     tensors.require(zeros, ("I32",), (num_groups, num_outputs // 8))
     tensors.require(scales, FLOATS, (num_groups, num_outputs))
-    group_size = group_size_of(layer, num_inputs, num_groups)
+    group_size = group_size_of(scales, num_inputs, num_groups, configured)
     read = partial(_read, tensors, layer, group_size)
     names = (weight, zeros, scales)
     return StoredWeight((num_outputs, num_inputs), names, tensors.num_bytes(names), read)

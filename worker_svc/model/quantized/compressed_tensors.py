@@ -2,117 +2,89 @@
 
 In the formats `int-quantized` and `naive-quantized` a layer has `weight` int8 and `weight_scale`.
 In `pack-quantized` it has `weight_packed` int32, packed along the inputs, `weight_scale` and
-`weight_shape`, and `weight_zero_point`, packed along the outputs, if it is asymmetric. Packed
-integers are stored plus half of their range. Old checkpoints with act-order have `weight_g_idx`,
-the group of each input.
+`weight_shape`, and `weight_zero_point` if it is asymmetric: int32, packed along the outputs, or one
+int8 for all of a weight with one scale. Packed integers are stored plus half of their range. Old
+checkpoints with act-order have `weight_g_idx`, the group of each input.
 """
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.quantized import Bits, QuantizedWeight
+from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+from worker_svc.model.quantized.config_groups import ConfigGroup, read_config_groups
 from worker_svc.model.quantized.integers import FLOATS, group_size_of, permutation_of, unpack
-
-_PACKED: Final = "pack-quantized"
-_FORMATS: Final = (_PACKED, "int-quantized", "naive-quantized")
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The layers of one scheme."""
-
-    targets: tuple[str, ...]  # names, `re:` and a pattern of names, or classes of layers
-    bits: Bits
-    int8_activations: bool
-
-    def names(self, layer: str) -> bool:
-        """Whether a target is this layer, other than by its class."""
-        return any(
-            re.match(target[3:], layer) if target.startswith("re:") else target == layer
-            for target in self.targets
-        )
+from worker_svc.model.quantized.layer_classes import LayerClasses
 
 
 def find_weights(
-    config: Mapping[str, Any], tensors: CheckpointTensors
+    config: Mapping[str, Any], tensors: CheckpointTensors, classes: LayerClasses
 ) -> Mapping[str, StoredWeight]:
-    """By layer. ModelError for schemes that are not served."""
+    """By layer. ModelError for schemes that are not served, and for tensors of other ones."""
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ModelError("compressed-tensors with sparse weights is not served")
     if (config.get("transform_config") or {}).get("config_groups"):
         raise ModelError("compressed-tensors with transforms is not served")
-    groups = [
-        _group(group, str(config.get("format", "")))
-        for group in (config.get("config_groups") or {}).values()
-    ]
-    if not groups:
-        raise ModelError("compressed-tensors without config_groups")
+    groups = read_config_groups(config)
+    chosen = {
+        layer: groups.group_of(layer, classes.classes_of(layer))
+        for suffix in ("weight_packed", "weight_scale")
+        for layer in tensors.layers(suffix)
+    }
     packed = {
-        layer: _find_packed(tensors, layer, _group_of(groups, layer))
+        layer: _find_packed(tensors, layer, _required(layer, chosen[layer]))
         for layer in tensors.layers("weight_packed")
     }
     plain = {
-        layer: _find_plain(tensors, layer, _group_of(groups, layer))
-        for layer in tensors.layers("weight_scale")
-        if layer not in packed
+        layer: _find_plain(tensors, layer, _required(layer, group))
+        for layer, group in chosen.items()
+        # As in the library, a weight that the config leaves out may have unused scales.
+        if layer not in packed and (group or tensors.dtype(f"{layer}.weight") not in FLOATS)
     }
     return packed | plain
 
 
-def _group(group: Mapping[str, Any], format_name: str) -> _Group:
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
-    format_name = group.get("format") or format_name
-    if format_name not in _FORMATS:
+def _required(layer: str, group: ConfigGroup | None) -> ConfigGroup:
+    if group is None:
         raise ModelError(
-            f"compressed-tensors in the format {format_name}; served are {', '.join(_FORMATS)}"
+            f"{layer}: a quantised weight, but the config has the layer in `ignore`, or no target "
+            "in `config_groups` for it; correct the config"
         )
-    kind, bits = weights.get("type", "int"), weights.get("num_bits")
-    if kind != "int" or bits not in (4, 8):
-        raise ModelError(f"compressed-tensors: {kind} weights of {bits} bits; served are int 4, 8")
-    if activations is not None:
-        kind, num_bits = activations.get("type", "int"), activations.get("num_bits")
-        if (kind, num_bits) != ("int", 8):
-            raise ModelError(f"compressed-tensors: {kind} activations of {num_bits} bits")
-    return _Group(tuple(group.get("targets") or ()), bits, activations is not None)
+    return group
 
 
-def _group_of(groups: list[_Group], layer: str) -> _Group:
-    """The one that names the layer, else the first of a class."""
-    named = [group for group in groups if group.names(layer)]
-    by_class = [group for group in groups if {"Linear", "Embedding"} & {*group.targets}]
-    return (named or by_class or groups)[0]
-
-
-def _find_packed(tensors: CheckpointTensors, layer: str, group: _Group) -> StoredWeight:
+def _find_packed(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> StoredWeight:
     packed, shape_name = f"{layer}.weight_packed", f"{layer}.weight_shape"
     tensors.require(shape_name, ("I64", "I32"), (2,))
     num_outputs, num_inputs = (int(size) for size in tensors.read(shape_name))
     columns = math.ceil(num_inputs * group.bits / 32)
     tensors.require(packed, ("I32",), (num_outputs, columns))
-    names = [packed, shape_name, *_scale_names(tensors, layer, num_outputs, num_inputs)]
+    names = [packed, shape_name, *_scale_names(tensors, layer, group, num_outputs, num_inputs)]
     zeros = f"{layer}.weight_zero_point"
     if zeros in tensors.names:
-        num_groups = tensors.shape(f"{layer}.weight_scale")[1]
-        tensors.require(zeros, ("I32",), (math.ceil(num_outputs * group.bits / 32), num_groups))
+        shape = tensors.shape(f"{layer}.weight_scale")
+        if group.strategy == "tensor":
+            tensors.require(zeros, ("I8",), shape)
+        else:
+            rows = math.ceil(num_outputs * group.bits / 32)
+            tensors.require(zeros, ("I32",), (rows, shape[1]))
     read = partial(_read_packed, tensors, layer, group, (num_outputs, num_inputs))
     return StoredWeight((num_outputs, num_inputs), tuple(names), tensors.num_bytes(names), read)
 
 
-def _find_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> StoredWeight:
+def _find_plain(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> StoredWeight:
     weight = f"{layer}.weight"
     shape = tensors.shape(weight)
     if tensors.dtype(weight) != "I8" or len(shape) != 2:
         raise ModelError(f"{weight}: {tensors.dtype(weight)} {list(shape)}, not an I8 matrix")
-    names = [weight, *_scale_names(tensors, layer, *shape)]
+    names = [weight, *_scale_names(tensors, layer, group, shape[0], shape[1])]
     zeros = f"{layer}.weight_zero_point"
     if zeros in tensors.names:
         tensors.require(zeros, ("I8",), tensors.shape(f"{layer}.weight_scale"))
@@ -121,18 +93,23 @@ def _find_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> Stored
 
 
 def _scale_names(
-    tensors: CheckpointTensors, layer: str, num_outputs: int, num_inputs: int
+    tensors: CheckpointTensors, layer: str, group: ConfigGroup, num_outputs: int, num_inputs: int
 ) -> list[str]:
     """The names of the scales, and of what else belongs to a weight. ModelError if the scales are
-    not one per weight, output, or group of inputs."""
+    not those of the group's strategy: one per weight, output, or group of inputs."""
     scale = f"{layer}.weight_scale"
     shape = tensors.shape(scale)
-    if math.prod(shape) == 1:
+    if group.strategy == "tensor":
+        if math.prod(shape) != 1:
+            raise ModelError(
+                f"{scale}: shape {list(shape)}, but the strategy tensor of the config has 1 scale; "
+                "correct the config, or quantise the model again"
+            )
         tensors.require(scale, FLOATS, shape)
     else:
         num_groups = shape[1] if len(shape) == 2 else 1
         tensors.require(scale, FLOATS, (num_outputs, num_groups))
-        group_size_of(layer, num_inputs, num_groups)
+        group_size_of(scale, num_inputs, num_groups, group.group_size)
     groups = f"{layer}.weight_g_idx"
     if groups in tensors.names:
         tensors.require(groups, ("I32", "I64"), (num_inputs,))
@@ -142,18 +119,21 @@ def _scale_names(
 
 
 def _read_packed(
-    tensors: CheckpointTensors, layer: str, group: _Group, shape: tuple[int, int]
+    tensors: CheckpointTensors, layer: str, group: ConfigGroup, shape: tuple[int, int]
 ) -> QuantizedWeight:
     num_outputs, num_inputs = shape
     values = unpack(tensors.read(f"{layer}.weight_packed"), group.bits)[:, :num_inputs]
     zeros = torch.tensor(2.0 ** (group.bits - 1))
     if f"{layer}.weight_zero_point" in tensors.names:
-        packed = tensors.read(f"{layer}.weight_zero_point")
-        zeros = unpack(packed.t(), group.bits)[:, :num_outputs].t().float()
+        stored = tensors.read(f"{layer}.weight_zero_point")
+        if group.strategy == "tensor":
+            zeros = zeros + stored.float()
+        else:
+            zeros = unpack(stored.t(), group.bits)[:, :num_outputs].t().float()
     return _weight(tensors, layer, group, values, zeros)
 
 
-def _read_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> QuantizedWeight:
+def _read_plain(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> QuantizedWeight:
     """Integers are stored as 8 bits, whatever their range."""
     values = tensors.read(f"{layer}.weight").view(torch.uint8) ^ 128
     zeros = torch.tensor(128.0)
@@ -163,13 +143,13 @@ def _read_plain(tensors: CheckpointTensors, layer: str, group: _Group) -> Quanti
 
 
 def _weight(
-    tensors: CheckpointTensors, layer: str, group: _Group, values: Tensor, zeros: Tensor
+    tensors: CheckpointTensors, layer: str, group: ConfigGroup, values: Tensor, zeros: Tensor
 ) -> QuantizedWeight:
     num_outputs, num_inputs = values.shape
     scales = tensors.read(f"{layer}.weight_scale").float()
     scales = scales.expand(num_outputs, 1) if scales.numel() == 1 else scales.view(num_outputs, -1)
     scales = scales.contiguous()
-    group_size = group_size_of(layer, num_inputs, scales.shape[1])
+    group_size = num_inputs // scales.shape[1]
     permutation = None
     if f"{layer}.weight_g_idx" in tensors.names:
         groups = tensors.read(f"{layer}.weight_g_idx")

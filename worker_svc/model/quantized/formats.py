@@ -13,12 +13,14 @@ from worker_svc.model.quantized.checkpoint_tensors import (
     StoredWeight,
 )
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
+from worker_svc.model.quantized.layer_classes import LayerClasses, layer_classes
 
+_COMPRESSED_TENSORS: Final = "compressed-tensors"
 _READERS: Final = {
-    "compressed-tensors": compressed_tensors.find_weights,
     "gptq": gptq.find_weights,
     "awq": awq.find_weights,
 }
+_SERVED: Final = (_COMPRESSED_TENSORS, *_READERS)
 GGUF: Final = "gguf"
 # transformers converts these weights to 16 bits itself, without another package.
 _CONVERTED: Final = ("mxfp4",)
@@ -50,19 +52,26 @@ def open_checkpoint(
     if quantization is not None and quantization["quant_method"] == GGUF:
         return find_tensors(GgufFile.open(weights[0]), network_class, config)
     tensors = CheckpointTensors(weights)
-    quantized = {} if quantization is None else find_weights(quantization, tensors)
+    quantized: Mapping[str, StoredWeight] = {}
+    if quantization is not None:
+        is_compressed = quantization["quant_method"] == _COMPRESSED_TENSORS
+        classes = layer_classes(network_class, config) if is_compressed else LayerClasses()
+        quantized = find_weights(quantization, tensors, classes)
     elsewhere = {name for weight in quantized.values() for name in weight.names}
     plain = {name: tensors.slice(name) for name in sorted(tensors.names - elsewhere)}
     return StoredModel(plain, quantized)
 
 
 def find_weights(
-    quantization: Mapping[str, Any], tensors: CheckpointTensors
+    quantization: Mapping[str, Any], tensors: CheckpointTensors, classes: LayerClasses
 ) -> Mapping[str, StoredWeight]:
-    """The quantised weights of a checkpoint by layer. ModelError if one cannot be served, or if
-    there are none."""
+    """The quantised weights of a checkpoint by layer. Only compressed-tensors has schemes by
+    `classes`. ModelError if a weight cannot be served, or if there are none."""
     method = quantization["quant_method"]
-    weights = _READERS[method](quantization, tensors)
+    if method == _COMPRESSED_TENSORS:
+        weights = compressed_tensors.find_weights(quantization, tensors, classes)
+    else:
+        weights = _READERS[method](quantization, tensors)
     if not weights:
         raise ModelError(f"the config has quant_method {method}, but no tensor is quantised")
     return weights
@@ -72,9 +81,9 @@ def _served(quantization: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = quantization.get("quant_method")
     if method in _CONVERTED:
         return None
-    if method not in _READERS:
+    if method not in _SERVED:
         raise ModelError(
-            f"weights quantised by {method} are not served; served are {', '.join(_READERS)}"
+            f"weights quantised by {method} are not served; served are {', '.join(_SERVED)}"
         )
     return quantization
 

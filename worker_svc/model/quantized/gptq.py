@@ -6,6 +6,7 @@ along the outputs, and with act-order `g_idx [num_inputs]`, the group of each in
 `scale * (value - zero)`. The first version of the format stores `zero - 1`.
 """
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -31,11 +32,32 @@ def find_weights(
     if name not in _FORMATS or config.get("is_marlin_format"):
         shown = "marlin" if config.get("is_marlin_format") else name
         raise ModelError(f"GPTQ in the format {shown}; served are {' and '.join(_FORMATS)}")
-    return {layer: _find(tensors, layer, name == "gptq") for layer in tensors.layers("qweight")}
+    return {
+        layer: _find(tensors, layer, name == "gptq", _configured_group_size(config, layer))
+        for layer in tensors.layers("qweight")
+    }
 
 
-def _find(tensors: CheckpointTensors, layer: str, minus_one: bool) -> StoredWeight:
-    """Bits and groups follow from the shapes, since GPTQModel has different ones in one model."""
+def _configured_group_size(config: Mapping[str, Any], layer: str) -> int | None:
+    """The config's group size; -1 is all inputs. In `dynamic` GPTQModel has other values for layers
+    by patterns of their names, of which the first that matches counts."""
+    common: int | None = config.get("group_size")
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        try:
+            matches = re.match(pattern.removeprefix("+:").removeprefix("-:"), layer)
+        except re.error as error:
+            raise ModelError(f"GPTQ: the pattern {pattern} in dynamic: {error}") from error
+        if matches:
+            found: int | None = (changes or {}).get("group_size", common)
+            return found
+    return common
+
+
+def _find(
+    tensors: CheckpointTensors, layer: str, minus_one: bool, configured: int | None
+) -> StoredWeight:
+    """Bits follow from the shapes, since GPTQModel has different ones in one model. `configured` is
+    the config's group size."""
     weight, zeros, scales, groups = (
         f"{layer}.{name}" for name in ("qweight", "qzeros", "scales", "g_idx")
     )
@@ -50,8 +72,8 @@ def _find(tensors: CheckpointTensors, layer: str, minus_one: bool) -> StoredWeig
     if groups in tensors.names:
         tensors.require(groups, ("I32", "I64"), (num_inputs,))
         names.append(groups)
-    group_size_of(layer, num_inputs, num_groups)
-    read = partial(_read, tensors, layer, bits, minus_one)
+    group_size = group_size_of(scales, num_inputs, num_groups, configured)
+    read = partial(_read, tensors, layer, bits, minus_one, group_size)
     return StoredWeight((num_outputs, num_inputs), tuple(names), tensors.num_bytes(names), read)
 
 
@@ -70,12 +92,13 @@ def _matrix(tensors: CheckpointTensors, name: str) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _read(tensors: CheckpointTensors, layer: str, bits: Bits, minus_one: bool) -> QuantizedWeight:
+def _read(
+    tensors: CheckpointTensors, layer: str, bits: Bits, minus_one: bool, group_size: int
+) -> QuantizedWeight:
     values = unpack(tensors.read(f"{layer}.qweight").t(), bits)
     stored = tensors.read(f"{layer}.qzeros")
     zeros = unpack(_plus_one(stored, bits) if minus_one else stored, bits)
     scales = tensors.read(f"{layer}.scales").float()
-    group_size = group_size_of(layer, values.shape[1], len(scales))
     permutation = None
     if f"{layer}.g_idx" in tensors.names:
         permutation = permutation_of(layer, tensors.read(f"{layer}.g_idx"), group_size)

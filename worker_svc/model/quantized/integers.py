@@ -24,11 +24,30 @@ def split_bytes(pairs: Tensor) -> Tensor:
     return torch.stack([pairs & 15, pairs >> 4], -1)
 
 
-def group_size_of(layer: str, num_inputs: int, num_groups: int) -> int:
-    """ModelError if such groups do not divide the inputs."""
-    if num_groups < 1 or num_inputs % num_groups:
-        raise ModelError(f"{layer}: {num_groups} groups of {num_inputs} inputs")
-    return num_inputs // num_groups
+def group_size_of(scales: str, num_inputs: int, num_groups: int, configured: int | None) -> int:
+    """The inputs in each group of the scales of that name. The config's group size is -1 for one
+    group, and None if it has none. ModelError if the scales, or the inputs, do not fit to it."""
+    if num_groups < 1 or num_inputs < 1:
+        raise ModelError(f"{scales}: {num_groups} groups of {num_inputs} inputs")
+    size = num_inputs if configured == -1 else configured
+    if size is None:
+        if num_inputs % num_groups:
+            raise ModelError(f"{scales}: {num_groups} groups of {num_inputs} inputs")
+        return num_inputs // num_groups
+    if size < 1:
+        raise ModelError(f"{scales}: group_size {size} in the config; correct it")
+    if num_inputs % size:
+        raise ModelError(
+            f"{scales}: by the config a group has {size} inputs, which does not divide the layer's "
+            f"{num_inputs}; quantise the model with a group_size that does, or without this layer"
+        )
+    if num_groups * size != num_inputs:
+        raise ModelError(
+            f"{scales}: {num_groups} groups of {num_inputs} inputs, so {num_inputs / num_groups:g} "
+            f"in a group, but by the config a group has {size}; "
+            "correct the config, or quantise the model again"
+        )
+    return size
 
 
 def permutation_of(layer: str, groups: Tensor, group_size: int) -> Tensor | None:
