@@ -15,7 +15,7 @@ from gateway_svc.scheduler.outages import Outage
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
-from quire.service.http2.call import CallEnded
+from quire.service.http2.call_status import CallEnded
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, open_aio_channel
 

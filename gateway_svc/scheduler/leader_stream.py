@@ -12,7 +12,8 @@ from gateway_svc.scheduler.events import error_info
 from quire.internal.v1 import scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError
-from quire.service.http2.call import CallEnded, KeepAlive, StreamCall
+from quire.service.http2.call import KeepAlive, StreamCall
+from quire.service.http2.call_status import CallEnded
 from quire.service.http2.connect import authority, connect
 from quire.service.tls import TLS, TLSError
 

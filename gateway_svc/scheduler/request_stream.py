@@ -113,8 +113,10 @@ class RequestStream:
         """Remove what is meaningful to the shard alone that has had the stream."""
         self.was_sent = False
         self.request.attachment = 0
-        # Epochs of different shards are not comparable.
-        self.request.ClearField("attachment_generation")
+        if self.request.HasField("attachment_generation"):
+            # Epochs of different shards are not comparable. Without a generation it would count as
+            # new, and take the request from a gateway on which the client has continued.
+            self.request.attachment_generation.is_of_former_shard = True
 
     def accept(self, acceptance: scheduler_pb2.Acceptance) -> None:
         """Store the attachment generation for re-attachment, and the state of a request that

@@ -2,7 +2,7 @@
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from quire.service.errors import RequestError
 from scheduler_svc.beams.state import BeamState
@@ -13,6 +13,9 @@ from scheduler_svc.core.request import Delivery, End, EndReason, Params
 from scheduler_svc.store.hashing import HashChain
 from scheduler_svc.store.requests import RequestKey, RequestRecord
 from scheduler_svc.tracing.request_trace import RequestTrace
+
+# Of an attachment: whether it is of this shard, the epoch of the term, its number.
+Generation: TypeAlias = tuple[bool, int, int]
 
 
 class Subscriber(Protocol):
@@ -47,8 +50,8 @@ class Group:
     attachment: int = 0
     # Tokens of a choice that are sent together, but for its first one and its last ones.
     tokens_per_frame: int = 1
-    # (epoch, number) of the stream; a newer stream has a greater one.
-    attachment_generation: tuple[int, int] = (0, 0)
+    # That of the stream; a newer stream has a greater one.
+    attachment_generation: Generation = (False, 0, 0)
     # Its client has disconnected and may return.
     is_abandoned: bool = False
     # (priority, arrival); the smallest is served first. Set when the request is queued.

@@ -8,7 +8,7 @@ from grpc import StatusCode
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed, unavailable
 from scheduler_svc.core.request import DEFERRED_TOKENS, End, EndReason
-from scheduler_svc.core.sequence import Group
+from scheduler_svc.core.sequence import Generation, Group
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import error_of, from_record
 from scheduler_svc.engine.record_writer import RecordWriter
@@ -131,10 +131,11 @@ class Attachments:
         connection.unsubscribe(group)
         self._orphans.add(group, client_gone)
 
-    def _generation(self, request: AttachRequest, connection: GatewayConnection) -> tuple[int, int]:
+    def _generation(self, request: AttachRequest, connection: GatewayConnection) -> Generation:
         if request.HasField("attachment_generation"):
-            return request.attachment_generation.epoch, request.attachment_generation.number
-        return connection.epoch, next(self._numbers)
+            had = request.attachment_generation
+            return not had.is_of_former_shard, had.epoch, had.number
+        return True, connection.epoch, next(self._numbers)
 
 
 def _replay_ended(

@@ -118,11 +118,13 @@ class GatewayConnection:
     def replay(self, group: Group, attachment: int, next_indices: Iterable[int]) -> None:
         """Accept an attachment and replay the request's output so far."""
         self._begin_frame_if_large()
-        epoch, number = group.attachment_generation
+        is_of_this_shard, epoch, number = group.attachment_generation
         self._frame.acceptances.add(
             attachment=attachment,
             opaque=group.record.opaque,
-            attachment_generation=scheduler_pb2.AttachmentGeneration(epoch=epoch, number=number),
+            attachment_generation=scheduler_pb2.AttachmentGeneration(
+                epoch=epoch, number=number, is_of_former_shard=not is_of_this_shard
+            ),
         )
         for sequence in group.outputs:
             replayed = Delivery()

@@ -12,7 +12,8 @@ import grpc
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
-from quire.service.http2.call import CallEnded, StreamCall
+from quire.service.http2.call import StreamCall
+from quire.service.http2.call_status import CallEnded
 from quire.service.http2.connect import authority, connect
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, TLSError, open_aio_channel

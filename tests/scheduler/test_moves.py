@@ -2,17 +2,26 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from checking_worker import CheckingWorker
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_stack import ABORTED, NOT_FOUND, Gateway, Stack, info_of, prompt, running_stack
+from scheduler_stack import (
+    ABORTED,
+    NOT_FOUND,
+    Gateway,
+    Received,
+    Stack,
+    info_of,
+    prompt,
+    running_stack,
+)
 from waiting import until
 
-from quire.internal.v1 import operations_pb2, operations_pb2_grpc
+from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster.balance import moves
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.store.keys import ShardKeys
@@ -144,6 +153,61 @@ async def test_a_request_without_a_client_moves_too(shards: TwoShards, redis_cli
     gone = await first.attach(first.received[found + 1])
     await until(lambda: first.received[gone].failure is not None, "the refusal")
     assert first.received[gone].failure.code == NOT_FOUND
+
+
+async def test_a_gateway_that_follows_late_takes_no_stream_of_another(shards: TwoShards) -> None:
+    """It may have been stopped while the request moved and the client continued elsewhere."""
+    shards.workers[1].gate.clear()
+    received, again = await moved_once(shards)
+    another = Gateway(shards.stack.channel, 1)
+    shards.stack.gateways.append(another)
+    await another.start()
+    resumed = await another.attach(received)
+    await until(lambda: another.received[resumed].accepted, "the client's stream")
+    late = await shards.second.submit_again(again)
+    await until(lambda: shards.second.received[late].failure is not None, "the refusal")
+    assert info_of(shards.second.received[late].failure).reason == "TAKEN_OVER"
+    shards.workers[1].gate.set()
+    [whole] = await another.wait_ended(resumed)
+    assert whole.is_whole
+
+
+async def test_a_client_that_continues_elsewhere_takes_a_stream_that_moved(
+    shards: TwoShards,
+) -> None:
+    shards.workers[1].gate.clear()
+    received, again = await moved_once(shards)
+    followed = await shards.second.submit_again(again)
+    await until(lambda: shards.second.received[followed].accepted, "the stream that followed")
+    assert shards.second.received[followed].attachment_generation.is_of_former_shard
+    another = Gateway(shards.stack.channel, 1)
+    shards.stack.gateways.append(another)
+    await another.start()
+    resumed = await another.attach(received)
+    await until(lambda: shards.second.received[followed].failure is not None, "the take-over")
+    assert info_of(shards.second.received[followed].failure).reason == "TAKEN_OVER"
+    # It returns with its generation, as after a lost connection.
+    late = await shards.second.attach_again(again)
+    await until(lambda: shards.second.received[late].failure is not None, "the refusal")
+    shards.workers[1].gate.set()
+    [whole] = await another.wait_ended(resumed)
+    assert whole.is_whole
+
+
+async def moved_once(shards: TwoShards) -> tuple[Received, Received]:
+    """A request that moved to the second shard, as its client knows it, and as its gateway
+    does."""
+    first = shards.first
+    for number in range(8):
+        await first.submit(prompt(9, number), 6, seed=number)
+    await until(lambda: any(x.failure is not None for x in first.received.values()), "a move")
+    received = next(x for x in first.received.values() if x.failure is not None)
+    assert received.attachment_generation is not None
+    again = replace(received, failure=None)
+    again.attachment_generation = scheduler_pb2.AttachmentGeneration()
+    again.attachment_generation.CopyFrom(received.attachment_generation)
+    again.attachment_generation.is_of_former_shard = True
+    return received, again
 
 
 async def test_an_unreadable_entry_ends_no_leader(shards: TwoShards, redis_client) -> None:

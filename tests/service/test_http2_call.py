@@ -23,7 +23,8 @@ from gateway_svc.scheduler.events import error_info
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError, abort, unavailable
 from quire.service.http2 import frames
-from quire.service.http2.call import CallEnded, KeepAlive, StreamCall
+from quire.service.http2.call import KeepAlive, StreamCall
+from quire.service.http2.call_status import CallEnded
 from quire.service.http2.connect import authority, connect
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.messages import MessageReader, pack_message

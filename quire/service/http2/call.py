@@ -2,17 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
-from urllib.parse import unquote
 
 from grpc import StatusCode
 from hpack import Encoder
 
 from quire.service.http2 import frames
+from quire.service.http2.call_status import CallEnded, code_of_reset, status_of
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
-from quire.service.http2.headers import HeaderBlocks, Headers, decode_binary, pack_headers
+from quire.service.http2.headers import HeaderBlocks, Headers, pack_headers
 from quire.service.http2.messages import PREFIX, MessageReader, pack_message
 
 # Of frames; under names that are found at once.
@@ -28,19 +28,6 @@ _WINDOW_STEP: Final = 2**24
 _PING: Final = bytes(8)
 # Timers that are late by this time may run before what has arrived is read.
 _LATE_S: Final = 0.25
-# By the number as text.
-_CODES: Final = {str(code.value[0]).encode(): code for code in StatusCode}
-
-
-class CallEnded(Exception):
-    """The call has ended, for whatever reason: its status."""
-
-    def __init__(self, code: StatusCode, details: str, packed_status: bytes = b"") -> None:
-        """`packed_status`: a google.rpc.Status, empty if the peer has sent none."""
-        super().__init__(f"{code.name}: {details}")
-        self.code = code
-        self.details = details
-        self.packed_status = packed_status
 
 
 @dataclass(frozen=True)
@@ -289,7 +276,7 @@ class StreamCall(asyncio.Protocol):
                         frames.pack_frame(frames.PING, frames.ACK, 0, frame.payload)
                     )
             case frames.RST_STREAM:
-                self._end(_code_of_reset(frame.code), f"the stream was reset ({frame.code})")
+                self._end(code_of_reset(frame.code), f"the stream was reset ({frame.code})")
             case frames.GOAWAY:
                 # A peer that shuts down lets the call end by itself, unless it does not know it.
                 if frame.number < _STREAM:
@@ -319,7 +306,7 @@ class StreamCall(asyncio.Protocol):
         if (status := headers.fields.get(b":status", b"200")) != b"200":
             raise ProtocolError(f"the HTTP status is {status!r}")
         if headers.ends_stream:
-            self._end(*_status(headers.fields))
+            self._end(*status_of(headers.fields))
 
     def _raise_window(self, stream: int, increment: int) -> None:
         if stream == 0:
@@ -339,18 +326,3 @@ class StreamCall(asyncio.Protocol):
         self._frame_size = settings.get(frames.MAX_FRAME_SIZE, self._frame_size)
         self._transport.write(frames.pack_frame(frames.SETTINGS, frames.ACK, 0))
         self._send_rest()
-
-
-def _status(trailers: Mapping[bytes, bytes]) -> tuple[StatusCode, str, bytes]:
-    code = _CODES.get(trailers.get(b"grpc-status", b""), StatusCode.UNKNOWN)
-    details = unquote(trailers.get(b"grpc-message", b"").decode(errors="replace"))
-    try:
-        packed_status = decode_binary(trailers.get(b"grpc-status-details-bin", b""))
-    except ValueError:
-        packed_status = b""
-    return code, details, packed_status
-
-
-def _code_of_reset(code: int) -> StatusCode:
-    """By the mapping of gRPC's protocol, as far as it distinguishes."""
-    return StatusCode.CANCELLED if code == frames.CANCEL else StatusCode.UNAVAILABLE
