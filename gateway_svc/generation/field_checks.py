@@ -1,5 +1,6 @@
 """Checks of single values. Pure; errors name the field."""
 
+import math
 from collections.abc import Sequence
 
 from google.protobuf.wrappers_pb2 import FloatValue
@@ -34,6 +35,9 @@ def check_at_most(field: str, reason: str, count: int, maximum: int, unit: str =
 
 def out_of_range(field: str, value: float, allowed: str) -> RequestError:
     reason = f"{field.rpartition('.')[2].partition('[')[0].upper()}_OUT_OF_RANGE"
+    if isinstance(value, float) and (value == 0 or math.isinf(value)):
+        # The client may have sent a number that a 32-bit float cannot hold.
+        return invalid(field, reason, f"must be {allowed}")
     shown = _shortest(value) if isinstance(value, float) else value
     return invalid(field, reason, f"is {shown}; must be {allowed}")
 

@@ -130,7 +130,7 @@ INVALID = {
     "presence below": ({"presence_penalty": -2.1}, "presence_penalty", "is -2.1"),
     "presence above": ({"presence_penalty": 2.1}, "presence_penalty", "must be -2 to 2"),
     "presence nan": ({"presence_penalty": math.nan}, "presence_penalty", "is nan"),
-    "frequency inf": ({"frequency_penalty": math.inf}, "frequency_penalty", "is inf"),
+    "frequency inf": ({"frequency_penalty": math.inf}, "frequency_penalty", "must be -2 to 2"),
     "repetition 0": ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     "repetition negative": ({"repetition_penalty": -1}, "repetition_penalty", "above 0"),
     "repetition nan": ({"repetition_penalty": math.nan}, "repetition_penalty", "is nan"),
