@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
+from gateway_svc.http.bodies.reading import CONTENT_ENCODING
 from gateway_svc.http.bodies.structured import FORMAT_NAMES
 from gateway_svc.scheduler.events import EndedError
 from quire.internal.v1 import gateway_pb2
@@ -15,9 +16,10 @@ from quire.service.errors import RequestError
 
 D = TypeVar("D", bound=Message)
 
-# gRPC's own mapping (google/rpc/code.proto), where it has one.
-# The reason of an error of a body that does not arrive, which gRPC does not have.
+# Reasons of errors that gRPC does not have: of a body that does not arrive, or is compressed.
 BODY_TIMEOUT = "BODY_TIMEOUT"
+_REASON_STATUSES = {BODY_TIMEOUT: 408, CONTENT_ENCODING: 415}
+# gRPC's own mapping (google/rpc/code.proto), where it has one.
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
@@ -77,7 +79,7 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
     with `[]` stands for any indices."""
     info = _detail(error, error_details_pb2.ErrorInfo())
     reason = info.reason if info is not None else ""
-    status = 408 if reason == BODY_TIMEOUT else _STATUSES.get(error.code, 500)
+    status = _REASON_STATUSES.get(reason, _STATUSES.get(error.code, 500))
     message, param = error.message, None
     request = _detail(error, error_details_pb2.BadRequest())
     if request is not None and request.field_violations:

@@ -159,7 +159,7 @@ class GenerationRoutes:
         self, body: CompletionRequest, states: list[gateway_pb2.HttpState]
     ) -> None:
         model = self._service.served.get(body.model)
-        for prompt, state in zip(body.prompt, states, strict=True):
+        for prompt, state in zip(body.prompts, states, strict=True):
             state.echo = prompt if isinstance(prompt, str) else await model.decode(prompt, False)
             state.echo_logprobs = body.has_echo_logprobs
             state.omit_output = body.max_tokens == 0

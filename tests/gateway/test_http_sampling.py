@@ -252,7 +252,7 @@ def check_refused(path: str, change: dict[str, Any], param: str, part: str) -> N
 @pytest.mark.parametrize(
     ("path", "change", "param", "code"),
     [
-        ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias", "invalid_field"),
+        ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias[5]", "invalid_field"),
         ("/v1/completions", {"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "invalid_field"),
         ("/v1/completions", {"logit_bias": {"-0": 1}}, "logit_bias", "invalid_field"),
         ("/v1/completions", {"presence_penalty": 3}, "presence_penalty", None),

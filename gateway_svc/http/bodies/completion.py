@@ -1,8 +1,8 @@
 """The body of `POST /v1/completions`."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from gateway_svc.http.bodies.fields import (
     GenerationMessage,
@@ -19,19 +19,17 @@ MAX_PROMPTS = 1024
 _MAX_TOKENS = 16
 
 
-def _as_list(value: Any) -> Any:
-    """A text or a list of token ids is one prompt."""
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int)):
-        return [value]
-    return value
+# Lists of thousands of entries are common; errors after the first one would not be shown.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Prompt = str | TokenIds
 
 
 class CompletionRequest(SamplingFields):
-    prompt: Annotated[
-        list[str | list[TokenId]],
-        BeforeValidator(_as_list),
-        Field(min_length=1, max_length=MAX_PROMPTS),
-    ]
+    prompt: (
+        str
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     # 0 only with `echo`: no output is returned then.
     max_tokens: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     # Log-probabilities of this many most likely tokens, and of the sampled one.
@@ -41,6 +39,15 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     suffix: unsupported("") = None  # type: ignore[valid-type]
     best_of: unsupported(1) = None  # type: ignore[valid-type]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """A text or a list of token ids is one prompt."""
+        match self.prompt:
+            case str() | [int(), *_]:
+                return cast(list[str | list[int]], [self.prompt])
+            case _:
+                return cast(list[str | list[int]], self.prompt)
 
     @property
     def has_echo_logprobs(self) -> bool:
@@ -69,7 +76,7 @@ class CompletionRequest(SamplingFields):
                 resume_window_s=self.resume_window_s,
                 **_prompt(prompt),
             )
-            for number, prompt in enumerate(self.prompt)
+            for number, prompt in enumerate(self.prompts)
         ]
 
 

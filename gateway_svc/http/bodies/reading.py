@@ -1,14 +1,17 @@
 """Reads and checks the bodies of requests without blocking the event loop."""
 
 import asyncio
+import contextlib
+import json
 from typing import TypeVar
 
 import grpc
 import orjson
 from fastapi import Request
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
+from starlette.requests import ClientDisconnect
 
+from gateway_svc.http.bodies.field_errors import FieldFailure
 from gateway_svc.http.bodies.fields import HttpRequest
 from quire.service.errors import RequestError, failed, invalid
 
@@ -16,15 +19,34 @@ R = TypeVar("R", bound=HttpRequest)
 
 # Larger ones are parsed in a thread.
 _INLINE_BYTES = 2**15
+# The reason of an error of a body that is compressed.
+CONTENT_ENCODING = "CONTENT_ENCODING"
 
 
 async def read_body(request: Request, kind: type[R], max_bytes: int) -> R:
     """Read a body of at most `max_bytes` as JSON of the given type. RequestError names the field
     that is invalid."""
-    data = await _read(request, max_bytes)
+    _check_encoding(request.headers.getlist("content-encoding"))
+    try:
+        data = await _read(request, max_bytes)
+    except ClientDisconnect:
+        # The response is written to no client; traces have its status.
+        raise failed(
+            grpc.StatusCode.CANCELLED, "CLIENT_DISCONNECTED", "the client has disconnected"
+        ) from None
     if len(data) <= _INLINE_BYTES:
         return _parse(data, kind)
     return await asyncio.to_thread(_parse, data, kind)
+
+
+def _check_encoding(headers: list[str]) -> None:
+    for encoding in ",".join(headers).split(","):
+        if encoding.strip().lower() not in ("", "identity"):
+            raise invalid(
+                "Content-Encoding",
+                CONTENT_ENCODING,
+                f"is {encoding.strip()!r:.40}; send the body without an encoding",
+            )
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -51,46 +73,34 @@ def _parse(data: bytes, kind: type[R]) -> R:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise failed(
-            grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"the body is not JSON: {error}"
-        ) from error
+        message = _not_utf8(data) or f"the body is not JSON: {error}"
+        raise failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", message) from error
+    if not isinstance(value, dict):
+        raise invalid("body", "INVALID_FIELD", "must be a JSON object")
+    failure = _validate(value, kind)
+    if isinstance(failure, FieldFailure) and failure.is_large_number:
+        # Python reads integers of more than 64 bits as integers, so that the error has their range.
+        with contextlib.suppress(ValueError, RecursionError):
+            failure = _validate(json.loads(data), kind)
+    if isinstance(failure, FieldFailure):
+        raise failure.request_error()
+    return failure
+
+
+def _validate(value: object, kind: type[R]) -> R | FieldFailure:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        # The input is not part of the errors: it may be a prompt.
-        details = error.errors(include_input=False, include_url=False)
-        raise _invalid(details) from None
+        return FieldFailure.of(error, value)
 
 
-def _invalid(details: list[ErrorDetails]) -> RequestError:
-    """The error of the first invalid field: of a union's alternatives, the one that fits best."""
-    alternatives = [one for one in details if one["loc"][:1] == details[0]["loc"][:1]]
-    first = max(alternatives, key=lambda one: len(one["loc"]))
-    if first["type"] == "extra_forbidden":
-        name = _path(first["loc"])
-        return invalid(name, "UNKNOWN_FIELD", "is not a field of this request; remove it")
-    field = _path(first["loc"])
-    if first["type"] == "missing":
-        return invalid(field or "body", "MISSING_FIELD", "is required")
-    reason = "UNSUPPORTED_FIELD" if first["type"] == "unsupported" else "INVALID_FIELD"
-    return invalid(field or "body", reason, _sentence(first["msg"]))
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    """A path such as `messages[0].content`, without pydantic's names of a union's members."""
-    parts: list[str] = []
-    for part in loc:
-        if isinstance(part, int):
-            parts.append(f"[{part}]")
-        elif part.isidentifier() and not _is_member(part):
-            parts.append(f".{part}" if parts else part)
-    return "".join(parts)
-
-
-def _is_member(part: str) -> bool:
-    """Whether a part of a location names a member of a union: a type, or a class."""
-    return part in ("str", "int", "bool") or part.startswith("list") or part[:1].isupper()
-
-
-def _sentence(message: str) -> str:
-    return message[:1].lower() + message[1:].removesuffix(".")
+def _not_utf8(data: bytes) -> str:
+    """What a body in another encoding is; empty for UTF-8."""
+    encoding = json.detect_encoding(data)
+    if not encoding.startswith("utf-8"):
+        return f"the body is {encoding.upper()}; send UTF-8"
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"the body is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}"
+    return ""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from gateway_svc.generation.beam_search import Search
 from gateway_svc.http.bodies.fields import (
@@ -26,10 +26,6 @@ _EARLY_STOPPING = {
 }
 
 
-def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 class StreamOptions(HttpRequest):
     include_usage: bool | None = None
     # vLLM's: the usage so far in every chunk.
@@ -49,7 +45,7 @@ class SamplingFields(LogitsFields):
     n: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Count | None = None
-    stop: Annotated[list[str], BeforeValidator(_one_or_many)] | None = None
+    stop: str | list[str] | None = None
     # An opaque identifier of the client's user; it changes nothing.
     user: str | None = None
 
@@ -130,7 +126,7 @@ class SamplingFields(LogitsFields):
             min_p=self.min_p,
             seed=None if seed is None else seed % 2**64,
             max_tokens=self.max_tokens,
-            stop=self.stop,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,

@@ -1,0 +1,167 @@
+"""Bodies over HTTP that are invalid or incomplete: the errors, and what is logged."""
+
+import asyncio
+import gzip
+import logging
+from typing import Any
+
+import pytest
+from http_client import Http
+from waiting import until
+
+CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
+COMPLETION = "/v1/completions"
+LARGEST = 2**32 - 1
+
+
+def _message(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'Content-Length: 50\r\n\r\n{"a"',
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        b'Transfer-Encoding: chunked\r\n\r\n4\r\n{"a"\r\nno length\r\n',
+    ],
+    ids=["length", "chunk", "malformed chunk"],
+)
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, RESPONSE, "/tokenize"])
+async def test_a_client_that_disconnects_within_its_body_is_no_error(
+    http: Http,
+    path: str,
+    sent: bytes,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gateway = http.stack.gateway
+    assert gateway.http is not None
+    host, port = gateway.http.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\n" % path.encode() + sent)
+    await writer.drain()
+    requests = gateway.http.requests
+    if b"no length" in sent:
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    else:
+        await until(lambda: requests._num_live == 1, "the request is live")
+    writer.close()
+    await requests.wait_until_idle()
+    # uvicorn logs a failure after the application has ended.
+    await http.client.get("/health")
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    printed = "".join(capsys.readouterr())
+    assert "Traceback" not in printed
+    assert "unexpectedly" not in printed
+
+
+@pytest.mark.parametrize("body", ["[]", "null", "1", '"x"'])
+async def test_a_body_of_another_type_is_refused(http: Http, body: str) -> None:
+    for path in (COMPLETION, CHAT, RESPONSE):
+        response = await http.client.post(path, content=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "body")
+        assert error["message"] == "body: must be a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        (COMPLETION, {"seed": 2**64}, f"seed: must be below {2**64}"),
+        (COMPLETION, {"seed": -(2**63) - 1}, f"seed: must be at least {-(2**63)}"),
+        (RESPONSE, {"seed": 2**64}, f"seed: must be below {2**64}"),
+        (COMPLETION, {"n": 2**70}, f"n: must be at most {LARGEST}"),
+        (COMPLETION, {"n": 1e30}, "n: must be an integer"),
+        (COMPLETION, {"prompt": [2**70]}, f"prompt[0]: must be at most {LARGEST}"),
+        (COMPLETION, {"prompt": [-1]}, "prompt[0]: must be at least 0"),
+        (COMPLETION, {"prompt": [True]}, "prompt[0]: must be an integer, a string or an array"),
+        (COMPLETION, {"prompt": [1.5]}, "prompt[0]: must be an integer, a string or an array"),
+        (COMPLETION, {"prompt": [1, "x"]}, "prompt[1]: must be an integer"),
+        (COMPLETION, {"prompt": ["x", 1]}, "prompt[1]: must be a string or an array"),
+        (COMPLETION, {"prompt": [["x"]]}, "prompt[0][0]: must be an integer"),
+        (COMPLETION, {"prompt": 5}, "prompt: must be a string or an array"),
+        (COMPLETION, {"prompt": None}, "prompt: must be a string or an array"),
+        (COMPLETION, {"prompt": []}, "prompt: has 0 entries; at least 1 is needed"),
+        (
+            COMPLETION,
+            {"prompt": ["x"] * 1025},
+            "prompt: has 1025 entries; at most 1024 are allowed",
+        ),
+        (COMPLETION, {"stop": {"a": 1}}, "stop: must be a string or an array"),
+        (COMPLETION, {"stop": ["a", 1]}, "stop[1]: must be a string"),
+        (COMPLETION, {"logit_bias": {"5": None}}, "logit_bias[5]: must be a number"),
+        (COMPLETION, {"logit_bias": {"a b": "x"}}, "logit_bias['a b']: must be a number"),
+        (COMPLETION, {"early_stopping": 5}, "early_stopping: must be a boolean or 'never'"),
+        (COMPLETION, {"a b": 5}, "['a b']: is not a field of this request; remove it"),
+        (
+            COMPLETION,
+            {"structured_outputs": {"json": 5}},
+            "structured_outputs.json: must be a string, an object or a boolean",
+        ),
+        (CHAT, {"messages": []}, "messages: has 0 entries; at least 1 is needed"),
+        (CHAT, _message(5), "messages[0].content: must be a string or an array"),
+        (CHAT, _message([{"type": "text"}]), "messages[0].content[0].text: is required"),
+        (CHAT, {"metadata": {"Str": 5}}, "metadata.Str: must be a string"),
+        (
+            CHAT,
+            {"tool_choice": "x"},
+            "tool_choice: must be 'none', 'auto', 'required' or an object",
+        ),
+        (RESPONSE, {"input": []}, "input: has 0 entries; at least 1 is needed"),
+        (RESPONSE, {"input": 5}, "input: must be a string or an array"),
+        (RESPONSE, {"input": [5]}, "input[0]: must be an object"),
+        (RESPONSE, {"input": [{"role": "user"}]}, "input[0].content: is required"),
+        (RESPONSE, {"input": [{"type": "function_call"}]}, "input[0].call_id: is required"),
+        (
+            RESPONSE,
+            {"input": [{"type": "x"}]},
+            "input[0].type: must be 'message', 'function_call', 'function_call_output' or "
+            "'reasoning'",
+        ),
+        (COMPLETION, {"temperature": 1e308}, "temperature: must be 0 or more, and finite"),
+        (COMPLETION, {"top_p": 1e-300}, "top_p: must be above 0 and at most 1"),
+        (COMPLETION, {"top_p": 1.5}, "top_p: is 1.5; must be above 0 and at most 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and ":" in value else "",
+)
+async def test_an_error_names_what_is_accepted(
+    http: Http, path: str, change: dict[str, Any], message: str
+) -> None:
+    whole = {COMPLETION: {"prompt": "x"}, CHAT: _message("x"), RESPONSE: {"input": "x"}}[path]
+    status, error = await http.error(path, {**whole, **change})
+    assert (status, error["message"]) == (400, message)
+    assert error["param"] == message.partition(": ")[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xe9"}', "the body is not UTF-8: byte 12 is 0xe9"),
+        ('{"prompt": "x"}'.encode("utf-16"), "the body is UTF-16; send UTF-8"),
+        ('{"prompt": "x"}'.encode("utf-16-le"), "the body is UTF-16-LE; send UTF-8"),
+        (gzip.compress(b'{"prompt": "x"}'), "the body is not UTF-8: byte 1 is 0x8b"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_body_that_is_not_utf8_is_refused(http: Http, body: bytes, message: str) -> None:
+    response = await http.client.post(COMPLETION, content=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "malformed_json")
+    assert error["message"] == message
+
+
+async def test_a_compressed_body_is_refused(http: Http) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    for encoding in ("gzip", "identity, GZIP"):
+        response = await http.client.post(
+            COMPLETION, content=body, headers={"content-encoding": encoding}
+        )
+        assert response.status_code == 415
+        error = response.json()["error"]
+        assert (error["param"], error["type"]) == ("Content-Encoding", "invalid_request_error")
+        assert "gzip" in error["message"].lower()
+    response = await http.client.post(
+        "/tokenize", content=b'{"prompt": "x"}', headers={"content-encoding": "identity"}
+    )
+    assert response.status_code == 200
