@@ -237,7 +237,8 @@ up: ## Build the images and start the service in containers.
 	@echo 'Waiting for the gateways to be ready ...'
 	@timeout $(UP_TIMEOUT_S) sh -c 'for gateway in gateway gateway-2; do \
 	  until $(COMPOSE) exec -T $$gateway quire health; do sleep 1; done; done' \
-	  >/dev/null 2>&1 || { $(COMPOSE) ps; echo 'Not ready; see $(COMPOSE) logs.'; exit 1; }
+	  >/dev/null 2>&1 || { $(COMPOSE) ps; COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh; \
+    echo 'Not ready after $(UP_TIMEOUT_S) s; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps
 
 scale: ## Have WORKERS workers in containers, such as `make scale WORKERS=3`.
