@@ -6,7 +6,7 @@ from pydantic import Field
 
 from gateway_svc.http.bodies.fields import (
     GenerationMessage,
-    TokenId,
+    TokenIds,
     message_type,
     prompt_id,
     unsupported,
@@ -19,8 +19,6 @@ MAX_PROMPTS = 1024
 _MAX_TOKENS = 16
 
 
-# Lists of thousands of entries are common; errors after the first one would not be shown.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Prompt = str | TokenIds
 
 

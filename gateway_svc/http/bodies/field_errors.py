@@ -14,6 +14,8 @@ Path = tuple[int | str, ...]
 Located = tuple[Path, ErrorDetails]
 
 _MAX_KEY = 64
+# Later errors of a body with thousands are ignored, which takes less time.
+_MAX_ERRORS = 4096
 # What a value of each type of error must be.
 _TYPES = {
     "string_type": "a string",
@@ -50,7 +52,7 @@ class FieldFailure:
     def of(cls, error: ValidationError, body: object) -> "FieldFailure":
         """The first field that is invalid: of a union, in the alternative that fits best."""
         # The input is not part of the errors: it may be a prompt.
-        details = error.errors(include_input=False, include_url=False)
+        details = error.errors(include_input=False, include_url=False)[:_MAX_ERRORS]
         return _find([(detail["loc"], detail) for detail in details], body, ())
 
     @property

@@ -16,6 +16,9 @@ _MAX_DEPTH = 24
 
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
+# Of a list with a million invalid entries only the first one is reported, in milliseconds.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class HttpRequest(BaseModel):

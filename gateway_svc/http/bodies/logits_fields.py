@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.fields import UINT32_MAX, HttpRequest, TokenId, struct_of, unsupported
+from gateway_svc.http.bodies.fields import (
+    UINT32_MAX,
+    HttpRequest,
+    Texts,
+    TokenIds,
+    struct_of,
+    unsupported,
+)
 from quire.service.errors import invalid
 from quire.v1 import inference_pb2
 
@@ -25,8 +32,8 @@ class LogitsFields(HttpRequest):
     # As vLLM has them.
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     # -1: as many tokens as the context has room for.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     # As transformers has it.

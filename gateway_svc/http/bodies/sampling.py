@@ -9,7 +9,8 @@ from gateway_svc.http.bodies.fields import (
     UINT32_MAX,
     Count,
     HttpRequest,
-    TokenId,
+    Texts,
+    TokenIds,
     replaced_by,
     unsupported,
 )
@@ -45,14 +46,14 @@ class SamplingFields(LogitsFields):
     n: Count | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Count | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     # An opaque identifier of the client's user; it changes nothing.
     user: str | None = None
 
     # As vLLM has them.
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, ChatMessage, conversation
-from gateway_svc.http.bodies.fields import HttpRequest, TokenId, unsupported
+from gateway_svc.http.bodies.fields import HttpRequest, TokenIds, unsupported
 from gateway_svc.http.bodies.tools import ChatTools
 from quire.service.errors import invalid
 from quire.v1 import tokenizer_pb2
@@ -51,7 +51,7 @@ class TokenizeRequest(HttpRequest):
 
 class DetokenizeRequest(HttpRequest):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
     skip_special_tokens: bool | None = None
 
     def message(self) -> tokenizer_pb2.DetokenizeRequest:
