@@ -3,38 +3,40 @@
 import asyncio
 import contextlib
 import itertools
-from array import array
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
+import structlog
 from google.rpc import error_details_pb2
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError, failed
-from quire.service.tracing.context import TraceContext
-from scheduler_svc.core.limits import COUNTS, RATES, Excess, PrincipalLimits, Reservation
+from scheduler_svc.core.limits import COUNTS, Excess, Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.attachments import NO_REDIS, Attachments, id_taken, key_of
 from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.submission_conversion import limits_of, record_of, reservation_of
 from scheduler_svc.gateway.validation import num_choices, validation_error
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
 from scheduler_svc.store.requests import RecordOutcome, RequestRecord
 from scheduler_svc.store.store import Store
 
+log = structlog.get_logger()
+
 # How long new requests wait while Redis is unavailable.
 RECORD_TIMEOUT_S = 10.0
 RECORD_RETRY_S = 0.1
+# How long the next frames of a gateway wait for the records of new requests: a part of Redis that
+# does not respond delays the requests that need it, and no others.
+_IN_ORDER_S = 0.25
 # How long other shards are waited for at most before a request beyond a share is tried again. They
 # learn within a heartbeat that it needs what they do not use any more. The last attempt is for
 # shards that have asked for the same at once.
 _WAITS_FOR_ROOM_S = (0.0, 1.0, 1.0)
-
-# Fields of a tenant's policy beside its limits.
-_NO_LIMITS = frozenset({"weight", "tenant_class"})
 
 _Submission = scheduler_pb2.Submission
 
@@ -58,6 +60,8 @@ class Submissions:
         # Asks for more of the limits of tenants; False if that was not possible.
         self.ask_for_room: Callable[[float], Awaitable[bool]] = _nothing_more
         self._tasks: set[asyncio.Task[None]] = set()
+        # Recordings that no frame waits for any more.
+        self._num_slow = 0
         # Unique across terms: an epoch is at least the clock in ms, so 4 million ids fit per ms.
         self._sequence_ids = itertools.count(store.leadership.epoch << 22)
 
@@ -97,7 +101,7 @@ class Submissions:
                 self._refuse(submission, error, connection)
                 continue
             # `again`: it was accepted before, so it is queued whatever the limits.
-            reservation = None if submission.again else _reservation_of(submission)
+            reservation = None if submission.again else reservation_of(submission)
             if reservation is not None:
                 full = self._engine.overload_error(len(new) + 1, num_tokens + num_prompt_tokens)
                 if full is None and (excess := self._engine.quota_excess(reservation)):
@@ -115,8 +119,32 @@ class Submissions:
             self._start(self._refuse_surplus(surplus, connection))
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
-            await asyncio.shield(self._start(self._record(new, connection)))
+            recording = self._start(self._record(new, connection))
+            within_s = 0.0 if self._num_slow else _IN_ORDER_S
+            if attempt == 0 and not await _ends_within(recording, within_s):
+                for request in new:
+                    connection.begin_wait(request.submission.attachment)
+                self._start(self._end_waits(recording, new, connection))
+            else:
+                await asyncio.shield(recording)
         return waiting
+
+    async def _end_waits(
+        self,
+        recording: asyncio.Task[None],
+        new: list["_NewRequest"],
+        connection: GatewayConnection,
+    ) -> None:
+        self._num_slow += 1
+        try:
+            await asyncio.shield(recording)
+        except Exception:
+            log.exception("requests were not recorded")
+            connection.close(failed(StatusCode.INTERNAL, "INTERNAL", "the frame failed"))
+        finally:
+            self._num_slow -= 1
+        for request in new:
+            self._end_wait(request.submission.attachment, connection)
 
     def _refusal(self, new: Reservation, excess: Excess, attempt: int) -> RequestError | None:
         """The error of a request beyond a share, with the shard that has room for it. None if this
@@ -136,7 +164,7 @@ class Submissions:
     ) -> None:
         """Submit requests again after the shares of their limits were exchanged."""
         for attempt, within_s in enumerate(_WAITS_FOR_ROOM_S, 1):
-            with self._engine.quotas.wanting([_reservation_of(one) for one in waiting]):
+            with self._engine.quotas.wanting([reservation_of(one) for one in waiting]):
                 has_asked = await self.ask_for_room(within_s)
             # Those whose clients have left meanwhile are dropped.
             wanted = [one for one in waiting if connection.is_wanted(one.attachment)]
@@ -165,7 +193,7 @@ class Submissions:
 
     def _set_tenant(self, principal: str, policy: scheduler_pb2.TenantPolicy) -> None:
         weight = policy.weight if policy.weight > 0 else 1.0
-        self._engine.set_tenant(principal, weight, _limits_of(policy))
+        self._engine.set_tenant(principal, weight, limits_of(policy))
         self._engine.stats.queue_times.set_class(principal, policy.tenant_class)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -293,36 +321,12 @@ def _reason_of(error: RequestError) -> str:
     return infos[0].reason if infos else error.code.name
 
 
-def _reservation_of(submission: _Submission) -> Reservation:
-    num_tokens = len(submission.prompt_token_ids)
-    return Reservation(submission.principal, num_tokens, submission.resume_window_s > 0)
-
-
-def _limits_of(policy: scheduler_pb2.TenantPolicy) -> PrincipalLimits:
-    given = {field.name: value for field, value in policy.ListFields()}
-    limits = {name: given[name] for name in given.keys() - _NO_LIMITS}
-    # A rate of 0 is never refilled; keys files have none.
-    rates = {name: max(1, limits[name]) for name in RATES if name in limits}
-    return PrincipalLimits(**{**limits, **rates})
-
-
-def record_of(submission: _Submission, sequence_id: int) -> RequestRecord:
-    """Build the record of a submission; choice i has the sequence id `sequence_id` + i."""
-    given, trace = submission.HasField, submission.trace_context
-    return RequestRecord(
-        key=key_of(submission),
-        digest=submission.digest,
-        prompt_token_ids=array("I", submission.prompt_token_ids),
-        params=submission.params.SerializeToString(),
-        sequence_id=sequence_id,
-        deadline_ms=submission.deadline_ms if given("deadline_ms") else None,
-        opaque=submission.opaque,
-        num_choices=num_choices(submission),
-        priority=submission.priority,
-        cache_salt=submission.cache_salt,
-        resume_window_s=submission.resume_window_s if given("resume_window_s") else None,
-        trace_context=TraceContext.parse(trace.traceparent, trace.tracestate),
-    )
+async def _ends_within(task: asyncio.Task[None], seconds: float) -> bool:
+    """Wait; raise the task's error if it has one."""
+    done, _ = await asyncio.wait({task}, timeout=seconds)
+    for one in done:
+        one.result()
+    return bool(done)
 
 
 async def _nothing_more(within_s: float) -> bool:

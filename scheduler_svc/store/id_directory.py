@@ -13,7 +13,7 @@ from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.keys import id_key, ids_prefix
 from scheduler_svc.store.requests import RequestKey
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 2.0
 # Hash tags over which the ids are spread, so that the nodes of a Redis Cluster share them.
 _NUM_PARTS = 16
 

@@ -22,7 +22,7 @@ from scheduler_svc.core.crashes import MAX_CRASHES
 from scheduler_svc.engine.dispatcher import Dispatcher
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.gateway.submissions import record_of
+from scheduler_svc.gateway.submission_conversion import record_of
 from scheduler_svc.store.requests import OutputRange, RecordOutcome, RequestKey, RequestRecord
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import PrefixMatch
@@ -89,6 +89,41 @@ async def test_a_lane_that_ends_during_a_match_is_assigned_nothing(redis_url, so
         may_reply.set()
         for received in await gateway.wait_ended(*attachments):
             assert received.token_ids == received.tokens(4)
+
+
+async def test_a_request_that_is_recorded_slowly_delays_no_other(redis_url, sockets, monkeypatch):
+    """As if only the part of Redis with its id did not respond."""
+    record, may_record = Store.record, asyncio.Event()
+
+    async def slow_record(
+        store: Store, records: list[RequestRecord], *args: list[bool]
+    ) -> list[RecordOutcome]:
+        if any(one.key.request_id.startswith("slow") for one in records):
+            await may_record.wait()
+        return await record(store, records, *args)
+
+    monkeypatch.setattr(Store, "record", slow_record)
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        running = await gateway.submit(prompt(9), seed=1, max_tokens=100_000)
+        slow = [
+            await gateway.submit(prompt(9), seed=seed, request_id=f"slow-{seed}")
+            for seed in (2, 3, 4)
+        ]
+        await gateway.cancel(running)
+        await gateway.cancel(slow[0])
+        await gateway.detach(slow[1], client_gone=True)
+        [received] = await gateway.wait_ended(await gateway.submit(prompt(9), seed=5))
+        assert received.token_ids == received.tokens(4)
+        await gateway.wait_ended(running)
+        may_record.set()
+        [received] = await gateway.wait_ended(slow[2])
+        assert received.token_ids == received.tokens(4)
+        # Its client has cancelled it meanwhile; that of the other has left.
+        await until(lambda: not stack.engine.live, "no live request")
+        assert info_of(gateway.received[slow[0]].failure).reason == "CANCELLED"
+        assert not gateway.received[slow[1]].is_ended
+        await serves(stack)
 
 
 async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url, sockets):
