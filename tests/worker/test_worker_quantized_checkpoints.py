@@ -12,13 +12,14 @@ from quantized_checkpoints import FORMATS, compressed, packed, rewrite_config, w
 from safetensors.torch import load_file, save_file
 from tiny_models import Reference
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from triton_devices import DEVICES
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from kernels.dispatch import Implementation
-from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.checkpoint import ModelError, weights_files
 from worker_svc.model.loading import LoadedModel, load_model
+from worker_svc.model.quantized import formats
 from worker_svc.model.quantized.integers import permutation_of, unpack
 from worker_svc.model.quantized.network import move_stand_ins
 from worker_svc.model.quantized.packing import pack_quantized
@@ -264,6 +265,20 @@ def test_unknown_formats(name: str, changes: Mapping[str, Any], message: str, wr
     rewrite_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
         load(folder)
+
+
+def test_a_method_that_transformers_converts_needs_its_package(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write("awq")
+    rewrite_config(folder, quant_method="mxfp4")
+    config = AutoConfig.from_pretrained(folder)
+    weights = weights_files(folder)
+    monkeypatch.setattr(formats, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="mxfp4 need the package accelerate, which is not"):
+        formats.quantization_of(config, weights)
+    monkeypatch.setattr(formats, "find_spec", lambda name: name)
+    assert formats.quantization_of(config, weights) is None
 
 
 def test_gptq_of_other_bits(write: Write) -> None:

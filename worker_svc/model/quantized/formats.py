@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +23,8 @@ _READERS: Final = {
 }
 _SERVED: Final = (_COMPRESSED_TENSORS, *_READERS)
 GGUF: Final = "gguf"
-# transformers converts these weights to 16 bits itself, without another package.
-_CONVERTED: Final = ("mxfp4",)
+# transformers converts these weights to 16 bits itself, with this package.
+_CONVERTED: Final = {"mxfp4": "accelerate"}
 
 
 def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any] | None:
@@ -79,7 +80,11 @@ def find_weights(
 
 def _served(quantization: Mapping[str, Any]) -> Mapping[str, Any] | None:
     method = quantization.get("quant_method")
-    if method in _CONVERTED:
+    if package := _CONVERTED.get(str(method)):
+        if find_spec(package) is None:
+            raise ModelError(
+                f"weights quantised by {method} need the package {package}, which is not installed"
+            )
         return None
     if method not in _SERVED:
         raise ModelError(
