@@ -120,13 +120,14 @@ class Submissions:
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
             recording = self._start(self._record(new, connection))
-            within_s = 0.0 if self._num_slow else _IN_ORDER_S
-            if attempt == 0 and not await _ends_within(recording, within_s):
+            if attempt == 0:
+                await asyncio.wait({recording}, timeout=0.0 if self._num_slow else _IN_ORDER_S)
+            if attempt > 0 or recording.done():
+                await asyncio.shield(recording)
+            else:
                 for request in new:
                     connection.begin_wait(request.submission.attachment)
                 self._start(self._end_waits(recording, new, connection))
-            else:
-                await asyncio.shield(recording)
         return waiting
 
     async def _end_waits(
@@ -135,6 +136,8 @@ class Submissions:
         new: list["_NewRequest"],
         connection: GatewayConnection,
     ) -> None:
+        """Apply what the gateway sends about requests until they are recorded. An error ends the
+        gateway's stream, as one that is raised while a frame is applied."""
         self._num_slow += 1
         try:
             await asyncio.shield(recording)
@@ -319,14 +322,6 @@ def other_shard(shard: int) -> RequestError:
 def _reason_of(error: RequestError) -> str:
     infos = [one for one in error.details if isinstance(one, error_details_pb2.ErrorInfo)]
     return infos[0].reason if infos else error.code.name
-
-
-async def _ends_within(task: asyncio.Task[None], seconds: float) -> bool:
-    """Wait; raise the task's error if it has one."""
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    for one in done:
-        one.result()
-    return bool(done)
 
 
 async def _nothing_more(within_s: float) -> bool:

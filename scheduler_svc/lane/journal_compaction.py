@@ -17,8 +17,8 @@ class JournalCompaction:
     ) -> None:
         self._pool = pool
         self._compact = compact
-        # The first one comes early by another number of steps in each lane: lanes whose workers run
-        # in step would all compact at once, and delay all streams.
+        # The first one comes early, by a number of steps that depends on the worker: lanes whose
+        # workers run in step would all compact at once, and delay all streams.
         self._last_step = pool.last_step - pool.pool.incarnation % COMPACT_EVERY_STEPS
         # Sequences that left the lane since the last compaction, with tokens in the journal.
         self.uncompacted: list[Sequence] = []

@@ -1,7 +1,5 @@
 """When a client retries, and when it gives up."""
 
-from collections.abc import Callable
-
 import grpc
 import pytest
 
@@ -70,17 +68,14 @@ def test_it_gives_up_on_gateways_that_wait_for_a_scheduler_in_vain(
     assert seconds < 2 * _TIMEOUT_S + 3
 
 
-@pytest.mark.parametrize("reasons", [("SCHEDULER_AWAY", None), (None, "SCHEDULER_AWAY")])
-def test_progress_and_healthy_attempts_begin_the_time_anew(
-    reasons: tuple[str | None, ...], policy: RetryPolicy, clock: Clock
-) -> None:
-    def fail(reason: str | None) -> None:
-        policy.begin_attempt()
-        clock.now_s += 20.0
-        policy.backoff_s(failure(reason))
+def test_progress_begins_the_time_anew(policy: RetryPolicy, clock: Clock) -> None:
+    for _ in range(5):
+        assert gives_up_after(policy, clock, 20.0, failure("SCHEDULER_AWAY"), most=2) is None
+        policy.record_progress()
+    assert gives_up_after(policy, clock, 20.0, failure("SCHEDULER_AWAY"), most=3) is not None
 
-    between: list[Callable[[], None]] = [policy.record_progress, lambda: None]
-    for act in between:
-        for reason in reasons:
-            fail(reason)
-        act()
+
+def test_a_long_attempt_that_breaks_begins_the_time_anew(policy: RetryPolicy, clock: Clock) -> None:
+    for reason in ("SCHEDULER_AWAY", None, "SCHEDULER_AWAY", None, "SCHEDULER_AWAY"):
+        assert gives_up_after(policy, clock, 20.0, failure(reason), most=1) is None
+    assert gives_up_after(policy, clock, 20.0, failure("SCHEDULER_AWAY"), most=1) is not None

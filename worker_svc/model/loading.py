@@ -34,7 +34,7 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.longrope import choose_longrope_factors, longrope_default
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.model.quantized.formats import GGUF, open_checkpoint, quantization_of
-from worker_svc.model.quantized.network import check_complete, load_network, move_stand_ins
+from worker_svc.model.quantized.network import load_complete, load_network, move_stand_ins
 from worker_svc.model.quantized.sources import RoundedInputs, WeightSources
 from worker_svc.model.served_model import AttentionFunction, FinalStates
 from worker_svc.model.shards.shard import Shard
@@ -202,16 +202,7 @@ def _load(
         dtype = options["dtype"]
         own = {**options, "dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
         CheckpointTensors(weights)  # Names the file if one is damaged.
-        network, info = network_class.from_pretrained(
-            folder,
-            config=config,
-            use_safetensors=True,
-            output_loading_info=True,
-            # They are refused, by name.
-            ignore_mismatched_sizes=True,
-            **own,
-        )
-        check_complete(info)
+        network = load_complete(network_class, folder, config=config, use_safetensors=True, **own)
         return _Loaded(network, {})
     stored = open_checkpoint(quantization, network_class, config, weights)
     is_gguf = quantization is not None and quantization["quant_method"] == GGUF

@@ -6,6 +6,7 @@ calls them.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,31 +37,33 @@ def load_network(
     stand_ins = {layer: _stand_in(stored.shape, dtype) for layer, stored in quantized.items()}
     state = {**plain, **{f"{layer}.weight": weight for layer, weight in stand_ins.items()}}
     try:
-        network, info = network_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            output_loading_info=True,
-            # Both are refused below, by name.
-            ignore_mismatched_sizes=True,
-            **options,
+        network = load_complete(
+            network_class, None, config=config, state_dict=state, dtype=dtype, **options
         )
+    except ModelError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"{network_class.__name__}: {error}") from error
-    check_complete(info)
     return network, _sources(network, stand_ins, quantized)
 
 
-def check_complete(info: Mapping[str, Any]) -> None:
-    """ModelError if the checkpoint lacks tensors of the model, or has some of other shapes: these
-    would be random. `info`: the loading info of `from_pretrained`."""
+def load_complete(network_class: Any, folder: Path | None, **options: Any) -> Any:
+    """The network of `from_pretrained`, with its arguments. ModelError if the checkpoint lacks
+    tensors of the model, or has some of other shapes: these would be random."""
+    network, info = network_class.from_pretrained(
+        folder,
+        output_loading_info=True,
+        # They are refused below, by name.
+        ignore_mismatched_sizes=True,
+        **options,
+    )
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ModelError(f"{name}: {list(found)} in the checkpoint, not {list(expected)}")
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(f"the checkpoint has no {', '.join(missing[:3])}{more}")
+    return network
 
 
 def move_stand_ins(sources: WeightSources, device: torch.device) -> None:
