@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gateway_svc.access.authentication import Authentication
-from gateway_svc.admission.connection_age import protocol_with_age
+from gateway_svc.admission.http_connection import connection_type
 from gateway_svc.admission.live_limits import LiveLimits
 from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
@@ -52,9 +52,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             ws="none",
-            http="auto"
-            if max_connection_age_s is None
-            else protocol_with_age(max_connection_age_s),
+            http=connection_type(max_connection_age_s),
             server_header=False,
             backlog=_BACKLOG,
             timeout_graceful_shutdown=_SHUTDOWN_S,

@@ -1,0 +1,138 @@
+"""Limits of an HTTP connection: its age, the time for a head, bodies that are not read."""
+
+import json
+import random
+from asyncio import BaseTransport, TimerHandle
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# So that connections that were opened together are not closed together; gRPC's is the same.
+_JITTER: Final = 0.1
+# Longest time from the opening of a connection, or the first byte of a request, to the end of the
+# request's head.
+HEAD_TIMEOUT_S: Final = 30.0
+# After a response, the rest of the request's body is read and discarded up to these limits: many
+# clients read a response when they have sent all. Reading more would cost the others time.
+MAX_UNREAD_BYTES: Final = 2**20
+LINGER_S: Final = 5.0
+# Time to read the response, for a client whose body is not read any more.
+CLOSE_AFTER_S: Final = 1.0
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's protocol, with limits for clients that send slowly or too much."""
+
+    max_age_s: float | None = None
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._closes_at = float("inf")
+        if self.max_age_s is not None:
+            age_s = self.max_age_s * random.uniform(1 - _JITTER, 1 + _JITTER)
+            self._closes_at = self.loop.time() + age_s
+        self._has_begun = False
+        self._num_unread = 0
+        # The limit for a head or, after it, for a body that is discarded.
+        self._limit: TimerHandle | None = None
+        self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_limit()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_begun = True
+        self._num_unread = 0
+        self._end_limit()
+        self._limit_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_limit()
+        if self.loop.time() >= self._closes_at:
+            self.app = _closing(self.app)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.cycle.response_complete:
+            super().on_body(body)
+            return
+        self._num_unread += len(body)
+        if self._num_unread > MAX_UNREAD_BYTES:
+            self._stop_reading()
+        elif self._limit is None:
+            self._limit = self.loop.call_later(LINGER_S, self._stop_reading)
+
+    def on_message_complete(self) -> None:
+        self._end_limit()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Respond to what is not HTTP as to any other bad request, and close."""
+        self._send_error(400, "Bad Request", "malformed_http", msg)
+
+    def _limit_head(self) -> None:
+        self._limit = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head)
+
+    def _end_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _end_head(self) -> None:
+        """The head has not arrived in time. The next request's may wait while one is served."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._limit_head()
+        elif not self._has_begun:
+            self.transport.close()
+        else:
+            message = f"the request's head has not arrived within {HEAD_TIMEOUT_S:g} s"
+            self._send_error(408, "Request Timeout", "head_timeout", message)
+
+    def _stop_reading(self) -> None:
+        """The client can still read the response; then the connection is closed."""
+        self._end_limit()
+        self.flow.pause_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._limit = self.loop.call_later(CLOSE_AFTER_S, self.transport.abort)
+
+    def _send_error(self, status: int, phrase: str, code: str, message: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def connection_type(max_age: float | None) -> type[HttpConnection]:
+    """The type of connections that the first response to a request after about this age ends;
+    without an age they last as long as clients use them."""
+
+    class AgingConnection(HttpConnection):
+        max_age_s = max_age
+
+    return AgingConnection
+
+
+def _closing(app: ASGIApp) -> ASGIApp:
+    """Add the header by which uvicorn closes the connection, and the client sends no further
+    request on it."""
+
+    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {
+                    **message,
+                    "headers": [*message.get("headers", []), (b"connection", b"close")],
+                }
+            await send(message)
+
+        await app(scope, receive, send_closing)
+
+    return closing

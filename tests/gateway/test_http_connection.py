@@ -1,0 +1,113 @@
+"""Clients that send slowly, or more than is read, or what is not HTTP."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from http_client import Http
+
+from gateway_svc.admission import http_connection
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+# More than the sockets' buffers hold.
+MUCH = 64 * 2**20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@asynccontextmanager
+async def connected(http: Http) -> AsyncIterator[Connection]:
+    assert http.stack.gateway.http is not None
+    host, _, port = http.stack.gateway.http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+    return int(head.split()[1]), json.loads(await reader.readexactly(int(length)))
+
+
+async def send_until_closed(writer: asyncio.StreamWriter, part: bytes, pause_s: float = 0) -> None:
+    for _ in range(0, MUCH, len(part)):
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(pause_s)
+
+
+async def test_a_large_body_is_refused_and_not_read(http: Http) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % MUCH)
+        status, body = await response(reader)
+        assert (status, body["error"]["code"]) == (400, "request_too_large")
+        with pytest.raises(ConnectionError):
+            await send_until_closed(writer, bytes(2**20))
+
+
+async def test_a_client_that_sends_all_before_it_reads_gets_the_response(http: Http) -> None:
+    """And uses the connection again."""
+    body = b" " * (http_connection.MAX_UNREAD_BYTES // 2)
+    async with connected(http) as (reader, writer):
+        for _ in range(2):
+            writer.write(HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body))
+            writer.write(body)
+            await writer.drain()
+            status, found = await response(reader)
+            assert (status, found["error"]["param"]) == (415, "Content-Encoding")
+
+
+async def test_a_body_that_is_not_read_may_not_drip(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "LINGER_S", 0.2)
+    monkeypatch.setattr(http_connection, "CLOSE_AFTER_S", 0.1)
+    async with connected(http) as (reader, writer):
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % MUCH)
+        assert (await response(reader))[0] == 400
+        with pytest.raises(ConnectionError):
+            await send_until_closed(writer, b" ", pause_s=0.01)
+
+
+async def test_a_head_that_does_not_end_is_refused(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.2)
+    async with connected(http) as (reader, writer):
+        writer.write(HEAD)
+        status, body = await response(reader)
+        assert (status, body["error"]["code"]) == (408, "head_timeout")
+        assert await reader.read() == b""
+    async with connected(http) as (reader, writer):
+        assert await reader.read() == b""
+
+
+async def test_a_head_may_wait_while_a_request_is_served(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT_S", 0.05)
+    body = b'{"prompt": "The"}'
+    async with connected(http) as (reader, writer):
+        request = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+        writer.write(request + b"GET /vers")
+        submission = await http.submission()
+        http.stack.scheduler.accept(submission)
+        await asyncio.sleep(0.3)
+        ids = http.stack.encode("a fox")
+        http.stack.scheduler.write(submission, 0, ids)
+        http.stack.scheduler.end(submission, len(ids))
+        status, found = await response(reader)
+        assert (status, found["choices"][0]["text"]) == (200, "a fox")
+
+
+async def test_what_is_not_http_gets_an_error_in_json(http: Http) -> None:
+    async with connected(http) as (reader, writer):
+        writer.write(b"hello\r\n\r\n")
+        status, body = await response(reader)
+        assert (status, body["error"]["code"]) == (400, "malformed_http")
+        assert await reader.read() == b""
