@@ -1,6 +1,7 @@
 """Weights that the package compressed-tensors wrote are those that it reads, with the scheme that
 it chooses."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_strategies_that_are_refused(weights: dict[str, Any], message: str) -> N
 def test_a_pattern_that_is_none() -> None:
     with pytest.raises(ModelError, match=r"the target re:\*: nothing to repeat"):
         read_config_groups(_config({8: ["re:*"]}))
+
+
+def test_a_preset_group_is_refused() -> None:
+    config = {"format": "int-quantized", "config_groups": {"W8A8": ["Linear"]}}
+    with pytest.raises(ModelError, match="the group W8A8 is no object; write the scheme"):
+        read_config_groups(config)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w8a8"])
+def test_zero_points_that_are_missing(name: str, tmp_path: Path) -> None:
+    chosen = FORMATS[name]
+    config = copy.deepcopy(chosen.config)
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    folder = write_checkpoint(replace(chosen, config=config), tmp_path)
+    with pytest.raises(ModelError, match=r"weight_zero_point is missing, but by the config"):
+        load_model(str(folder), None, "auto", torch.device("cpu"), None)
 
 
 def test_strategies_without_a_name() -> None:

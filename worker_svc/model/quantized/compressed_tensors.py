@@ -67,8 +67,7 @@ def _find_packed(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> 
     columns = math.ceil(num_inputs * group.bits / 32)
     tensors.require(packed, ("I32",), (num_outputs, columns))
     names = [packed, shape_name, *_scale_names(tensors, layer, group, num_outputs, num_inputs)]
-    zeros = f"{layer}.weight_zero_point"
-    if zeros in tensors.names:
+    if (zeros := _zeros_name(tensors, layer, group)) is not None:
         shape = tensors.shape(f"{layer}.weight_scale")
         if group.strategy == "tensor":
             tensors.require(zeros, ("I8",), shape)
@@ -85,11 +84,23 @@ def _find_plain(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> S
     if tensors.dtype(weight) != "I8" or len(shape) != 2:
         raise ModelError(f"{weight}: {tensors.dtype(weight)} {list(shape)}, not an I8 matrix")
     names = [weight, *_scale_names(tensors, layer, group, shape[0], shape[1])]
-    zeros = f"{layer}.weight_zero_point"
-    if zeros in tensors.names:
+    if (zeros := _zeros_name(tensors, layer, group)) is not None:
         tensors.require(zeros, ("I8",), tensors.shape(f"{layer}.weight_scale"))
     read = partial(_read_plain, tensors, layer, group)
     return StoredWeight((shape[0], shape[1]), tuple(names), tensors.num_bytes(names), read)
+
+
+def _zeros_name(tensors: CheckpointTensors, layer: str, group: ConfigGroup) -> str | None:
+    """The name of a weight's zero points, if it has any. ModelError if it must have them."""
+    name = f"{layer}.weight_zero_point"
+    if name in tensors.names:
+        return name
+    if not group.is_symmetric:
+        raise ModelError(
+            f"{name} is missing, but by the config the weight is not symmetric; correct the "
+            "config, or quantise the model again"
+        )
+    return None
 
 
 def _scale_names(

@@ -1,7 +1,7 @@
 """The `config_groups` of compressed-tensors: which layers have which scheme."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, get_args
@@ -23,6 +23,7 @@ class ConfigGroup:
     int8_activations: bool
     strategy: Strategy  # what has one scale
     group_size: int  # in inputs; -1 without groups
+    is_symmetric: bool  # otherwise weights have zero points
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def read_config_groups(config: Mapping[str, Any]) -> ConfigGroups:
     # As in the library, the last of several groups with the same target has it.
     by_target = {
         str(target): _config_group(group, str(config.get("format", "")))
-        for group in (config.get("config_groups") or {}).values()
-        for target in group.get("targets") or ()
+        for name, group in (config.get("config_groups") or {}).items()
+        for target in _targets(name, group)
     }
     if not by_target:
         raise ModelError("compressed-tensors without config_groups, or without targets in them")
@@ -65,6 +66,15 @@ def read_config_groups(config: Mapping[str, Any]) -> ConfigGroups:
     for target in (*by_target, *ignore):
         _check_pattern(target)
     return ConfigGroups(by_target, ignore)
+
+
+def _targets(name: str, group: object) -> Sequence[str]:
+    if not isinstance(group, Mapping):
+        raise ModelError(
+            f"compressed-tensors: the group {name} is no object; write the scheme of a preset out, "
+            "as in checkpoints that the library saves"
+        )
+    return group.get("targets") or ()
 
 
 def _names(target: str, layer: str) -> bool:
@@ -98,7 +108,8 @@ def _config_group(group: Mapping[str, Any], format_name: str) -> ConfigGroup:
         if (kind, num_bits) != ("int", 8):
             raise ModelError(f"compressed-tensors: {kind} activations of {num_bits} bits")
     strategy, group_size = _strategy(weights.get("strategy"), weights.get("group_size"))
-    return ConfigGroup(bits, activations is not None, strategy, group_size)
+    is_symmetric = weights.get("symmetric", True) is not False
+    return ConfigGroup(bits, activations is not None, strategy, group_size, is_symmetric)
 
 
 def _strategy(name: str | None, group_size: int | None) -> tuple[Strategy, int]:
