@@ -3,6 +3,7 @@ weights."""
 
 from collections import Counter
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
 from worker_svc.model.shards.splits import rule_of
 from worker_svc.ranks.agreement import connect_equal, report_failure, with_common_size
+from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import WrongSettingError
 
 _MODELS = FAMILIES | MIXTURES
@@ -194,6 +196,34 @@ def test_ranks_with_different_types_do_not_start(model: Path) -> None:
             with pytest.raises(WrongSettingError, match=words):
                 connect_equal(ranks.groups[rank], shards[rank], worker_settings(model))
 
+        ranks.run(compare)
+
+
+def test_every_rank_finds_a_difference_that_another_has_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads the values after rank 1 has compared them."""
+    model = saved(_MODELS["llama"](), tmp_path)
+    reported = Event()
+    with rank_threads(2) as ranks:
+        first, second = ranks.groups
+        shards = [prepared(model, group).model for group in ranks.groups]
+
+        def exchange(name: str, own: Any) -> list[Any]:
+            first.exchange_own(name, own)
+            assert reported.wait(30)
+            return RankGroup.exchange(first, name, own)
+
+        def compare(rank: int) -> None:
+            settings = worker_settings(model, block_size=4 + 4 * rank)
+            words = "^ranks differ in --block-size: 4 on rank 0, 8 on rank 1"
+            with pytest.raises(WrongSettingError, match=words) as error:
+                connect_equal(ranks.groups[rank], shards[rank], settings)
+            if rank:
+                report_failure(second, error.value)
+                reported.set()
+
+        monkeypatch.setattr(first, "exchange", exchange)
         ranks.run(compare)
 
 

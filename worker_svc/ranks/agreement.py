@@ -27,11 +27,12 @@ _READY: Final = "ready"
 
 def report_failure(group: RankGroup, error: BaseException) -> None:
     """Let the other ranks fail, in `raise_reported`, with the reason that this rank has not
-    loaded."""
+    loaded. What it has given before stays: where ranks differ, each finds that by itself."""
     # Where the store is gone, rank 0 is, and the others will fail by themselves.
     with suppress(RuntimeError):
         for name in (GPU, _MODEL, _READY):
-            group.exchange_own(name, {_ERROR: str(error)})
+            if not group.has_given(name):
+                group.exchange_own(name, {_ERROR: str(error)})
 
 
 def raise_reported(every: Sequence[dict[str, Any]]) -> None:

@@ -253,6 +253,10 @@ class RankGroup:
         """Give something without waiting for the others."""
         self.store.set(f"{name}/{self.rank}", json.dumps(own))
 
+    def has_given(self, name: str) -> bool:
+        """Whether this rank has given something under a name."""
+        return bool(self.store.check([f"{name}/{self.rank}"]))
+
     def lost(self, reason: str) -> None:
         """Report that the ranks are out of step."""
         self._on_lost(reason)
