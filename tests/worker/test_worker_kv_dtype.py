@@ -19,6 +19,7 @@ from worker_driver import BLOCK_SIZE, Driver, LaneClient, Sequence, served_model
 
 from kernels.attention import PagedBatch
 from kernels.dispatch import choose
+from worker_svc.cache import cache_setup
 from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
 from worker_svc.cache.kv_pool import AttentionSpec, KvPool
 from worker_svc.cache.kv_scales import KvScales
@@ -162,6 +163,8 @@ def test_a_checkpoint_without_scales_is_profiled(
         seen.append((float(key.abs().max()), float(value.abs().max())))
         return eager(module, query, key, value, *args, **kw)
 
+    monkeypatch.setattr(cache_setup, "_SCALE_TOKENS", 40)
+    monkeypatch.setattr(cache_setup, "_SCALE_ROWS", 1)
     folder = save_model(llama(), tmp_path)
     _, cache = set_up(folder, "fp8_e4m3", max_num_batched_tokens=40, max_num_seqs=1)
     tokens = largest_batch(40, 1, 96, BLOCK_SIZE, VOCAB_SIZE).inputs.input_ids
@@ -172,6 +175,14 @@ def test_a_checkpoint_without_scales_is_profiled(
     for scales, (key, value) in zip(cache.scales, seen, strict=True):
         assert scales.key == pytest.approx(key / 448, rel=1e-5)
         assert scales.value == pytest.approx(value / 448, rel=1e-5)
+
+
+def test_scales_do_not_depend_on_the_sizes_of_steps(tmp_path: Path) -> None:
+    """A sequence may continue on a worker whose steps are smaller."""
+    folder = save_model(llama(), tmp_path)
+    _, cache = set_up(folder, "fp8_e4m3")
+    _, other = set_up(folder, "fp8_e4m3", max_num_batched_tokens=16, max_num_seqs=2)
+    assert other.scales == cache.scales
 
 
 def test_blocks_of_8_bits_are_swapped_and_copied_as_they_are() -> None:

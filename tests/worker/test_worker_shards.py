@@ -2,6 +2,7 @@
 weights."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import AutoConfig, CohereConfig, LlamaConfig
 from worker_driver import worker_settings
 
 from kernels.dispatch import Implementation, cpp_implementations
-from worker_svc.cache.cache_setup import CacheSetup
+from worker_svc.cache.cache_setup import CacheSetup, cached_layers
+from worker_svc.cache.kv_scales import KvScales
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.device.device_layers import fuse_device_layers
@@ -28,7 +30,12 @@ from worker_svc.model.shards.narrowing import narrow_config, rules_of
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import read_parts
 from worker_svc.model.shards.splits import rule_of
-from worker_svc.ranks.agreement import connect_equal, report_failure, with_common_size
+from worker_svc.ranks.agreement import (
+    common_maxima,
+    connect_equal,
+    report_failure,
+    with_common_size,
+)
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import WrongSettingError
 
@@ -225,6 +232,26 @@ def test_every_rank_finds_a_difference_that_another_has_reported(
 
         monkeypatch.setattr(first, "exchange", exchange)
         ranks.run(compare)
+
+
+def test_all_ranks_have_the_scales_of_one_rank(tmp_path: Path) -> None:
+    """A sequence may continue on a worker of another number of ranks."""
+    model = saved(_MODELS["llama"](), tmp_path)
+    settings = worker_settings(model, kv_cache_dtype="fp8_e4m3")
+    one = prepared(model)
+    expected = cached_layers(one.model, settings, one.implementation).scales
+    with rank_threads(2) as ranks:
+        shards = [prepared(model, group) for group in ranks.groups]
+
+        def scales(rank: int) -> tuple[KvScales, ...]:
+            one, share = shards[rank], partial(common_maxima, ranks.groups[rank])
+            return cached_layers(one.model, settings, one.implementation, share).scales
+
+        first, second = ranks.run(scales)
+    assert first == second
+    for found, scale in zip(first, expected, strict=True):
+        assert found.key == pytest.approx(scale.key, rel=1e-5)
+        assert found.value == pytest.approx(scale.value, rel=1e-5)
 
 
 def test_all_ranks_have_the_blocks_of_the_poorest() -> None:

@@ -1,5 +1,6 @@
 """Determines the dtype, the size and the scales of the cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,8 +35,12 @@ from worker_svc.settings import WorkerSettings, WrongSettingError
 
 log = structlog.get_logger()
 
-# Enough tokens to contain large keys and values, few enough to be fast on a CPU.
+# Enough tokens to contain large keys and values, few enough to be fast on a CPU. Whatever a step of
+# the worker may have: so workers that replace each other round alike.
 _SCALE_TOKENS, _SCALE_ROWS = 512, 4
+
+# The largest keys and values of all ranks that have heads of the same layers, by those of this one.
+OfAllRanks = Callable[[tuple[KvMaxima, ...]], tuple[KvMaxima, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,17 +61,19 @@ class CacheSetup:
 
 
 def cached_layers(
-    model: ServedModel, settings: WorkerSettings, implementation: Implementation
+    model: ServedModel,
+    settings: WorkerSettings,
+    implementation: Implementation,
+    of_all_ranks: OfAllRanks = tuple,
 ) -> CachedLayers:
     """Those of a model on a CPU. Runs a small batch if scales are needed that the checkpoint lacks;
     afterwards the model's attention function must be replaced."""
     layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
     scales = _known_scales(model, layers[0].dtype)
     if scales is None:
-        num_tokens = min(settings.max_num_batched_tokens, _SCALE_TOKENS)
-        small = _batch(model, settings, num_tokens, min(settings.max_num_seqs, _SCALE_ROWS))
+        small = _batch(model, settings, _SCALE_TOKENS, _SCALE_ROWS)
         run = run_batch(model, small, implementation, None, sampling=False)
-        scales = _profiled_scales(run.maxima, layers[0].dtype)
+        scales = _profiled_scales(of_all_ranks(run.maxima), layers[0].dtype)
     return CachedLayers(layers, scales)
 
 
@@ -77,6 +84,7 @@ def set_up_cache(
     flash: FlashAttention | None,
     meter: MemoryMeter | None,
     draft: CachedLayers | None = None,
+    of_all_ranks: OfAllRanks = tuple,
 ) -> CacheSetup:
     """Run the largest batch if there is a meter to measure its memory, or a small one if scales
     are needed that the checkpoint lacks. Afterwards the model's attention function must be
@@ -85,9 +93,11 @@ def set_up_cache(
     WrongSettingError, with both numbers, if the requested cache does not fit.
     """
     if meter is None:
-        memory, cached = None, cached_layers(model, settings, implementation)
+        memory, cached = None, cached_layers(model, settings, implementation, of_all_ranks)
     else:
-        memory, cached = _measured_layers(model, settings, implementation, flash, meter)
+        memory, cached = _measured_layers(
+            model, settings, implementation, flash, meter, of_all_ranks
+        )
     layers, scales = cached.layers, cached.scales
     if draft is not None:
         layers, scales = layers + draft.layers, scales + draft.scales
@@ -100,6 +110,7 @@ def _measured_layers(
     implementation: Implementation,
     flash: FlashAttention | None,
     meter: MemoryMeter,
+    of_all_ranks: OfAllRanks,
 ) -> tuple[DeviceMemory, CachedLayers]:
     """`cached_layers`, with the memory that the largest batch needs."""
     layers = with_cache_dtype(model.layers, settings.kv_cache_dtype)
@@ -107,7 +118,8 @@ def _measured_layers(
     largest = _batch(model, settings, settings.max_num_batched_tokens, settings.max_num_seqs)
     run, memory = _profile(model, largest, implementation, flash, meter)
     later = _allocated_later(model, settings, memory.peak_activations)
-    scales = scales or _profiled_scales(run.maxima, layers[0].dtype)
+    if scales is None:
+        scales = _profiled_scales(of_all_ranks(run.maxima), layers[0].dtype)
     return replace(memory, allocated_later=later), CachedLayers(layers, scales)
 
 

@@ -9,6 +9,7 @@ import structlog
 
 from worker_svc.cache.cache_setup import CacheSetup
 from worker_svc.cache.kv_pool import dtype_name
+from worker_svc.cache.kv_scales import KvMaxima
 from worker_svc.cache.pool_size import PoolSize
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.served_model import ServedModel
@@ -81,6 +82,15 @@ def _description(model: ServedModel, settings: WorkerSettings) -> dict[str, Any]
         # It depends on the types, too.
         "checkpoint (fingerprint)": model.fingerprint.hex(),
     }
+
+
+def common_maxima(group: RankGroup, maxima: tuple[KvMaxima, ...]) -> tuple[KvMaxima, ...]:
+    """The largest keys and values of the ranks of a stage, each of which has some heads: so scales
+    are those of a worker of one rank."""
+    if group.of_stage.size == 1:
+        return maxima
+    numbers = group.of_stage.largest([number for one in maxima for number in (one.key, one.value)])
+    return tuple(map(KvMaxima, numbers[::2], numbers[1::2]))
 
 
 def with_common_size(group: RankGroup, cache: CacheSetup) -> CacheSetup:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from functools import partial
 from typing import Final
 
 import structlog
@@ -18,6 +19,7 @@ from worker_svc.gpu.streams import CudaStreams
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.ranks.agreement import (
+    common_maxima,
     connect_equal,
     report_failure,
     wait_for_all,
@@ -92,7 +94,14 @@ def _load(
     connect_equal(group, model, settings)
     return_freed_memory()
     meter = CudaMeter(device) if device.type == "cuda" else None
-    cache = set_up_cache(model, settings, source.implementation, source.flash, meter)
+    cache = set_up_cache(
+        model,
+        settings,
+        source.implementation,
+        source.flash,
+        meter,
+        of_all_ranks=partial(common_maxima, group),
+    )
     cache = with_common_size(group, cache)
     pool = KvPool(cache.layers, cache.size, settings.block_size, device)
     attention = PagedAttention(pool.layers, source.implementation, cache.scales, source.flash)

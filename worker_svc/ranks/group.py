@@ -83,6 +83,8 @@ class RankGroup:
         self._sum = AllreduceOptions()
         self._smallest = AllreduceOptions()
         self._smallest.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._largest = AllreduceOptions()
+        self._largest.reduceOp = ReduceOp(ReduceOp.MAX)
         self.num_stages = num_stages
         # The ranks that have parts of the same layers, as a group.
         self.of_stage = self if num_stages == 1 else self._of_stage()
@@ -170,6 +172,13 @@ class RankGroup:
         with self._reporting():
             self._passes.allreduce([values], self._smallest).wait()
         return [int(value) for value in values]
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Each the greatest of all ranks, in double precision."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        with self._reporting():
+            self._passes.allreduce([values], self._largest).wait()
+        return [float(value) for value in values]
 
     def columns(self, num_rows: int, width: int) -> Tensor | None:
         """`Exchange.columns`; None also without shared memory."""

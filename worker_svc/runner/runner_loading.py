@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -20,7 +21,12 @@ from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
-from worker_svc.ranks.agreement import connect_equal, wait_for_all, with_common_size
+from worker_svc.ranks.agreement import (
+    common_maxima,
+    connect_equal,
+    wait_for_all,
+    with_common_size,
+)
 from worker_svc.ranks.devices.gpus import exclusive_gpu, take_device
 from worker_svc.ranks.devices.pass_watch import PassWatch, WatchedRunner
 from worker_svc.ranks.group import end_process
@@ -167,8 +173,11 @@ def _set_up_cache(
     progress.begin("allocating the cache")
     meter = CudaMeter(device) if device.type == "cuda" else None
     cached = None if draft is None else draft.cached
-    cache = set_up_cache(source.model, settings, source.implementation, source.flash, meter, cached)
-    return cache if ranks is None else with_common_size(ranks.group, cache)
+    given = (source.model, settings, source.implementation, source.flash, meter, cached)
+    if ranks is None:
+        return set_up_cache(*given)
+    cache = set_up_cache(*given, of_all_ranks=partial(common_maxima, ranks.group))
+    return with_common_size(ranks.group, cache)
 
 
 def _set_attention(
