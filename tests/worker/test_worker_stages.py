@@ -23,6 +23,7 @@ from worker_svc.model.stages.narrowing import head_of, require_uniform_layers
 from worker_svc.model.stages.stage import Stage
 from worker_svc.ranks.agreement import connect_equal
 from worker_svc.runner.model_preparation import PreparedModel
+from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WrongSettingError
 
 _MODELS = FAMILIES | MIXTURES
@@ -195,6 +196,13 @@ def test_refuses_layers_that_are_not_the_models() -> None:
     words = "10,12,11 is 33 layers, but the model has 32"
     with pytest.raises(WrongSettingError, match=words):
         Stage(0, 3, (10, 12, 11)).layers(32, 0)
+
+
+def test_refuses_layers_of_one_stage_that_are_not_the_models(tmp_path: Path) -> None:
+    model = saved(_MODELS["llama"](), tmp_path)
+    load_runner(worker_settings(model, pipeline_layers="3")).close()
+    with pytest.raises(WrongSettingError, match=r"--pipeline-layers .*: 7 is 7 layers, .* 3$"):
+        load_runner(worker_settings(model, pipeline_layers="7"))
 
 
 def test_refuses_more_stages_than_layers() -> None:

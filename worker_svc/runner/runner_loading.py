@@ -20,6 +20,7 @@ from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
+from worker_svc.model.stages.stage import Stage
 from worker_svc.plan.tables import RowTables
 from worker_svc.ranks.agreement import (
     common_maxima,
@@ -109,6 +110,7 @@ def _load(
     progress = _progress(settings)
     source = load_source(settings, device, progress, None if ranks is None else ranks.group)
     model, implementation = source.model, source.implementation
+    _require_layers_of_one_stage(settings, model)
     draft = load_draft_model(settings, model, device, progress)
     cache = _set_up_cache(settings, source, draft, device, progress, ranks)
     with ThreadPoolExecutor(1, "vocabulary") as thread:
@@ -154,6 +156,13 @@ def _load(
     progress.end()
     on_arrival = no_op if grammars is None else grammars.prepare_for
     return LoadedRunner(MultiStepRunner(runner), identity, on_arrival)
+
+
+def _require_layers_of_one_stage(settings: WorkerSettings, model: ServedModel) -> None:
+    """WrongSettingError if the settings are for another number of layers. Several stages find that
+    when they divide the layers."""
+    if settings.pipeline_parallel_size == 1 and settings.layers_of_stages is not None:
+        Stage(0, 1, settings.layers_of_stages).layers(len(model.layers), 0)
 
 
 def _set_up_cache(
