@@ -23,6 +23,8 @@ class RecoveredState:
     # The last known step of each pool, by incarnation.
     steps: Mapping[int, int] = field(default_factory=dict)
     tenants: TenantsState = field(default_factory=TenantsState)
+    # The fingerprint of the model that their outputs are of; empty if unknown.
+    model: bytes = b""
 
 
 async def recover(store: Store) -> RecoveredState:
@@ -37,7 +39,7 @@ async def recover(store: Store) -> RecoveredState:
     if groups:
         log.info("requests recovered", requests=len(groups))
     tenants = await read_tenants(store, time.monotonic())
-    return RecoveredState(groups, dict.fromkeys(pools, 0), tenants)
+    return RecoveredState(groups, dict.fromkeys(pools, 0), tenants, await store.model())
 
 
 async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
@@ -46,6 +48,8 @@ async def rewrite(store: Store, state: RecoveredState) -> RecoveredState:
     for group in state.groups:
         for sequence in group.sequences:
             sequence.num_recorded = sequence.num_journaled
+    if state.model:
+        await store.write_model(state.model)
     pools = await store.pools()
     steps = {pool: state.steps.get(pool, 0) for pool in pools}
-    return RecoveredState(state.groups, steps, state.tenants)
+    return RecoveredState(state.groups, steps, state.tenants, state.model)

@@ -94,6 +94,7 @@ class Term:
         )
 
     def _restore(self, recovered: RecoveredState) -> None:
+        self.engine.output_model = recovered.model
         for group in recovered.groups:
             self.engine.restore(group)
         # After the requests, which are not new ones: they lift no counter.
@@ -161,7 +162,7 @@ class Term:
         queued = [group.sequences[0] for group in groups]
         charged_again = [first for first in queued if not first.has_precedence]
         tenants = export_tenants(self.engine.shares, self.engine.quotas, charged_again)
-        return RecoveredState(groups, self._discovery.steps, tenants)
+        return RecoveredState(groups, self._discovery.steps, tenants, self.engine.output_model)
 
     async def _announce_changes(self) -> None:
         """Announce readiness and the model to the gateways, at most once per `HELLO_DELAY_S`."""

@@ -69,6 +69,7 @@ class Discovery:
         self._shard = shard
         self._store = store
         self._engine = engine
+        self._record_writer = record_writer
         self._options = options
         self._hooks = hooks
         # Incarnations whose lanes are being opened: a second address must not open another one.
@@ -200,6 +201,7 @@ class Discovery:
         leadership = self._store.leadership
         limits = self._options.limits_for(worker)
         model = self._check_model(worker, limits)
+        await self._note_model(model.fingerprint)
         pool = self._store.pool(
             worker.incarnation, worker.num_blocks, self._options.enable_prefix_caching
         )
@@ -217,6 +219,19 @@ class Discovery:
         self._engine.add(lane, model)
         self._engine.refused_workers.pop(address, None)
         return lane, pool
+
+    async def _note_model(self, fingerprint: bytes) -> None:
+        """Before the first step of another model: end the requests with output of the last one. It
+        is named in Redis until they are ended there, so that no later leader continues them."""
+        last = self._engine.output_model
+        if fingerprint == last:
+            return
+        if last:
+            log.warning("the workers serve another model", was=last.hex(), now=fingerprint.hex())
+            self._engine.end_outputs()
+            await self._record_writer.flush()
+        await self._store.write_model(fingerprint)
+        self._engine.output_model = fingerprint
 
     async def _run(self, address: str, stream: WorkerStream, lane: Lane, pool: Pool) -> None:
         why = "drained"

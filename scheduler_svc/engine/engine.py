@@ -72,6 +72,8 @@ class Engine:
         self._spans = spans
         self._order = itertools.count()
         self._last_model: ModelGeometry | None = None
+        # Of all output, by its fingerprint, as Redis has it; empty if unknown.
+        self.output_model = b""
         self.dispatcher = Dispatcher(
             self.waiting, self.lanes, self._prepare, self.charge_output, match_pools, placement
         )
@@ -291,8 +293,13 @@ class Engine:
 
     def _change_model(self) -> None:
         """Drop what was prepared for the previous model; abort requests that have output."""
-        for sequence in list(self.waiting):
+        for sequence in self.waiting:
             sequence.chain = None
+        self.end_outputs()
+
+    def end_outputs(self) -> None:
+        """Abort the waiting requests that have output: another model would continue it."""
+        for sequence in list(self.waiting):
             if sequence.num_output_tokens:
                 self.abort(
                     sequence.group, unavailable("MODEL_CHANGED", "the workers serve another model")

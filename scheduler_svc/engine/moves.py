@@ -103,6 +103,11 @@ class Moves:
         for target, count in planned.items():
             groups = list(itertools.islice(remaining, min(count, _BATCH)))
             # Some may have got a row, or have ended, while others were given.
+            if any(map(_has_output, groups)):
+                # Another model would continue it.
+                model = await self._stores[target].model()
+                if model != self._engine.output_model:
+                    groups = [group for group in groups if not _has_output(group)]
             if groups := [group for group in self._candidates() if group in groups]:
                 await self._give(groups, target)
 
@@ -113,11 +118,13 @@ class Moves:
         found: dict[Group, None] = {}
         for sequence in self._engine.waiting.first(4 * _BATCH):
             group = sequence.group
-            if group not in found and all(
-                other.lane_incarnation is None
-                and not other.is_ended
-                and (may_have_output or not other.num_output_tokens)
-                for other in group.sequences
+            if (
+                group not in found
+                and all(
+                    other.lane_incarnation is None and not other.is_ended
+                    for other in group.sequences
+                )
+                and (may_have_output or not _has_output(group))
             ):
                 found[group] = None
         return list(found)
@@ -187,6 +194,10 @@ class Moves:
             self._engine.adopt(group)
             self._on_taken(group)
         del self._first_ids[key]
+
+
+def _has_output(group: Group) -> bool:
+    return any(other.num_output_tokens for other in group.sequences)
 
 
 def _read(packed: bytes) -> Moved | None:

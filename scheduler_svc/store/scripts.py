@@ -51,10 +51,10 @@ BLOCK_MAP: Final = Script("block_map")
 TRIM_JOURNAL: Final = Script("trim_journal")
 DETACH_POOL: Final = Script("detach_pool")
 DROP_POOL: Final = Script("drop_pool")
-ACQUIRE_LEASE: Final = Script("acquire_lease")
-REACQUIRE_LEASE: Final = Script("reacquire_lease")
-RENEW_LEASE: Final = Script("renew_lease")
-RELEASE_LEASE: Final = Script("release_lease")
+ACQUIRE_LEASE: Final = Script("acquire_lease", "leadership")
+REACQUIRE_LEASE: Final = Script("reacquire_lease", "leadership")
+RENEW_LEASE: Final = Script("renew_lease", "leadership")
+RELEASE_LEASE: Final = Script("release_lease", "leadership")
 RECORD_REQUESTS: Final = Script("record_requests")
 REPLACE_RECORDS: Final = Script("replace_records")
 LIST_LIVE_RECORDS: Final = Script("list_live_records")
@@ -62,6 +62,7 @@ APPEND_OUTPUT: Final = Script("append_output")
 FINISH_RECORDS: Final = Script("finish_records")
 DISCARD_RECORDS: Final = Script("discard_records")
 WRITE_TENANTS: Final = Script("write_tenants")
+WRITE_MODEL: Final = Script("write_model", "leadership")
 HEARTBEAT: Final = Script("heartbeat", "cluster")
 WRITE_MAP: Final = Script("write_map", "cluster")
 CLAIM_IDS: Final = Script("claim_ids", "cluster")
@@ -70,5 +71,5 @@ SCRIPTS: Final = (
     MATCH_PREFIXES, COMMIT, OPEN_POOL, RECLAIM_POOL, RESET_HASHES, BLOCK_MAP, TRIM_JOURNAL,
     DETACH_POOL, DROP_POOL, ACQUIRE_LEASE, REACQUIRE_LEASE, RENEW_LEASE, RELEASE_LEASE,
     RECORD_REQUESTS, REPLACE_RECORDS, LIST_LIVE_RECORDS, APPEND_OUTPUT, FINISH_RECORDS,
-    DISCARD_RECORDS, WRITE_TENANTS, HEARTBEAT, WRITE_MAP, CLAIM_IDS, TRIM_INBOX,
+    DISCARD_RECORDS, WRITE_TENANTS, WRITE_MODEL, HEARTBEAT, WRITE_MAP, CLAIM_IDS, TRIM_INBOX,
 )  # fmt: skip

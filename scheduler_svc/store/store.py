@@ -141,6 +141,16 @@ class Store:
             scripts.WRITE_TENANTS, (self._keys.leadership, self._keys.tenants), args
         )
 
+    async def write_model(self, fingerprint: bytes) -> None:
+        """Note which model the outputs of all live requests are of."""
+        leader = self.leadership
+        args = (leader.epoch, leader.holder, fingerprint)
+        await self._connection.run(scripts.WRITE_MODEL, (self._keys.leadership,), args)
+
+    async def model(self) -> bytes:
+        """Read what `write_model` has written last; empty if nothing is. Needs no leadership."""
+        return await self._connection.execute("HGET", self._keys.leadership, "model") or b""
+
     async def write_map(self, packed: bytes) -> int:
         """Replace the map of the cluster, as the leader of shard 0. Returns when Redis got it, in
         milliseconds by its clock."""

@@ -25,6 +25,7 @@ from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster.balance import moves
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.store.keys import ShardKeys
+from scheduler_svc.store.store import Store
 
 LOADS = st.builds(
     ShardLoad,
@@ -246,3 +247,28 @@ async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: T
     assert again.is_whole
     # What it had was computed in few steps, not token by token.
     assert len(shards.workers[1].plans) - num_steps < 75
+
+
+async def test_a_request_with_output_stays_if_the_other_shard_serves_another_model(
+    shards: TwoShards, redis_client, monkeypatch
+) -> None:
+    first, num_asked, model = shards.first, 0, Store.model
+
+    async def count(store: Store) -> bytes:
+        nonlocal num_asked
+        num_asked += 1
+        return await model(store)
+
+    monkeypatch.setattr(Store, "model", count)
+    redis_client.hset(ShardKeys(1).leadership, "model", b"other model")
+    worker = shards.workers[0]
+    worker.gate.set()
+    received = first.received[await first.submit(prompt(9), 80, seed=3)]
+    await until(lambda: len(received.token_ids) > 20, "tokens")
+    name = next(name for name, (one, _) in shards.stack.workers.items() if one is worker)
+    await shards.stack.stop_worker(name)
+    # The second time the first attempt is over.
+    await until(lambda: num_asked >= 2, "attempts to move it")
+    await shards.stack.start_worker(name, worker)
+    await first.wait_ended()
+    assert received.is_whole

@@ -2,7 +2,7 @@
 --
 -- KEYS
 --   1 leadership   hash: epoch, holder, address, renewed_ms; the last three are absent after
---                  a release
+--                  a release. model, see write_model.lua
 -- ARGV
 --   1 holder       random; a caller without a reply repeats the call with the same one
 --   2 address      address of the caller

@@ -1,0 +1,77 @@
+"""Workers with another model: its tokens never follow those of the former one."""
+
+import redis
+from checking_worker import CheckingWorker
+from scheduler_stack import UNAVAILABLE, Gateway, Received, Stack, info_of, prompt, running_stack
+from waiting import until
+
+from scheduler_svc.store.keys import ShardKeys
+
+KEYS = ShardKeys(0)
+OTHER = {"fingerprint": b"other model", "num_blocks": 128}
+
+
+async def with_output(stack: Stack) -> Received:
+    """A request with some tokens, whose client is away."""
+    gateway = await stack.gateway()
+    received = gateway.received[
+        await gateway.submit(prompt(9), max_tokens=50, resume_window_s=60, request_id="begun")
+    ]
+    await until(lambda: len(received.token_ids) >= 3, "some tokens")
+    return received
+
+
+def model_in(client: redis.Redis) -> bytes | None:
+    return client.hget(KEYS.leadership, "model")
+
+
+async def check_refused(gateway: Gateway, received: Received) -> None:
+    [again] = await gateway.wait_ended(await gateway.submit_again(received))
+    assert again.failure is not None
+    assert again.failure.code == UNAVAILABLE
+    assert info_of(again.failure).reason == "MODEL_CHANGED"
+
+
+async def test_a_new_leader_with_another_model_ends_requests_with_output(redis_url, sockets):
+    """All services are restarted with another model, and Redis is not."""
+    worker = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        begun = await with_output(stack)
+        worker.gate.clear()
+        await stack.member.kill()
+        await stack.stop_worker("a")
+        stack.expire_lease()
+        stack.start_scheduler()
+        gateway = await stack.gateway()
+        late = await gateway.submit(prompt(7), max_tokens=5, request_id="late")
+        await stack.start_worker("a", CheckingWorker(2, **OTHER))
+        await check_refused(gateway, begun)
+        [served] = await gateway.wait_ended(late)
+        assert served.is_whole
+
+
+async def test_the_model_is_stored_after_the_requests_of_the_last_one_have_ended(
+    redis_url, redis_client, sockets, monkeypatch
+):
+    """Else a leader that ends in between would leave them to its successor."""
+    first = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": first}) as stack:
+        begun = await with_output(stack)
+        assert model_in(redis_client) == b"model"
+        first.gate.clear()
+        await stack.stop_worker("a")
+        await stack.start_worker("a", CheckingWorker(2, **OTHER))
+        await until(lambda: model_in(redis_client) == b"other model", "the new model")
+        record, _ = KEYS.request("", "begun")
+        assert redis_client.hget(record, "state") == b"failed"
+        await check_refused(await stack.gateway(), begun)
+
+
+async def test_the_model_is_stored_again_after_redis_has_lost_it(redis_url, redis_client, sockets):
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        begun = await with_output(stack)
+        redis_client.flushall()
+        await until(lambda: model_in(redis_client) == b"model", "the model")
+        gateway = await stack.gateway()
+        [again] = await gateway.wait_ended(await gateway.submit_again(begun))
+        assert again.is_whole
