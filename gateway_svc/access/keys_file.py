@@ -107,6 +107,16 @@ class _Loader(yaml.SafeLoader):
                 )
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Convert a value. The library's own conversions of dates, numbers and the like fail with
+        whatever error Python has for them."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise yaml.constructor.ConstructorError(
+                None, None, "not a valid value", node.start_mark
+            ) from error
+
 
 def read_keys_file(path: Path) -> Mapping[bytes, Tenant]:
     """The tenants of a file by the hashes of their keys. KeysFileError if it is not valid."""
@@ -131,6 +141,8 @@ def parse_keys(text: str) -> Mapping[bytes, Tenant]:
         raise KeysFileError(f"{line}{_without_quotes(error.problem)}") from None
     except yaml.YAMLError:
         raise KeysFileError("it is not YAML") from None
+    except RecursionError:
+        raise KeysFileError("it is nested too deeply") from None
     try:
         entries = _FILE.validate_python(content)
     except ValidationError as invalid:

@@ -75,6 +75,12 @@ def test_a_tenant_without_fields_has_no_limits() -> None:
             "there are more than 8 classes, default included",
         ),
         ("- {name: a", "line 1: "),
+        ("- name: a\n- name: 2026-02-30", "line 2: not a valid value"),
+        ("- {name: a, weight: !!float x}", "line 1: not a valid value"),
+        ("- {name: a, admin: !!bool x}", "line 1: not a valid value"),
+        ("- !!timestamp x", "line 1: not a valid value"),
+        (f"- {{name: a, weight: {'9' * 5000}}}", "line 1: not a valid value"),
+        ("[" * 2000, "it is nested too deeply"),
     ],
 )
 def test_an_invalid_file_is_refused_with_the_place_and_the_reason(text: str, reason: str) -> None:
