@@ -230,16 +230,25 @@ class Scheduler:
         shard, and a shard that it leads has a worker."""
         terms = [shard.term for shard in self.shards.values() if shard.term is not None]
         if not terms:
-            errors = [shard.standby.redis_error for shard in self.shards.values()]
-            problem = None if self._process is None else self._process.membership.problem
+            membership = None if self._process is None else self._process.membership
+            problem = None if membership is None else membership.problem
             return {
-                _REDIS: next(iter(errors), "not connected yet"),
+                _REDIS: self._redis_error([x.standby.redis_error for x in self.shards.values()]),
                 _LEAD: problem or "another scheduler leads",
                 _WORKER: "this scheduler does not lead",
             }
         has_worker = any(term.engine.lanes for term in terms)
         return {
-            _REDIS: next((term.lease.error for term in terms if term.lease.error), None),
+            _REDIS: self._redis_error([term.lease.error for term in terms]),
             _LEAD: None,
             _WORKER: None if has_worker else "no worker has joined",
         }
+
+    def _redis_error(self, of_leases: list[str | None]) -> str | None:
+        """Why Redis cannot be used; None if it can. It may refuse a part of the calls, such as
+        scripts with commands that its user may not run."""
+        process = self._process
+        if process is None or not self.shards:
+            return "not connected yet"
+        errors = (*of_leases, process.membership.why_silent, process.retry.error)
+        return next((error for error in errors if error is not None), None)

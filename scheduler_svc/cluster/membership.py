@@ -65,7 +65,7 @@ class Membership:
         # By Redis' clock in milliseconds: a scheduler with a later heartbeat has read it.
         self._map_since_ms = 0
         # Why the last heartbeat failed; None if it did not.
-        self._why_silent: str | None = None
+        self.why_silent: str | None = None
         # Heartbeats that have begun, and the one of the last reading.
         self._num_begun = 0
         self._last_read = 0
@@ -113,7 +113,7 @@ class Membership:
     @property
     def problem(self) -> str | None:
         """Why this scheduler does not know the cluster, or others do not know it; None if not."""
-        return self._why_silent or self._maps.problem
+        return self.why_silent or self._maps.problem
 
     @property
     def now_ms(self) -> int:
@@ -242,12 +242,12 @@ class Membership:
                 self._wake.clear()
                 try:
                     self._take(await self._beat(self.address))
-                    self._why_silent = None
+                    self.why_silent = None
                 except StoreError as error:
-                    if str(error) != self._why_silent:
+                    if str(error) != self.why_silent:
                         # Logged once, not at every attempt.
-                        self._why_silent = str(error)
-                        log.warning("no heartbeat", why=self._why_silent)
+                        self.why_silent = str(error)
+                        log.warning("no heartbeat", why=self.why_silent)
                     # Loads have grown older.
                     self._notify()
                 with contextlib.suppress(TimeoutError):

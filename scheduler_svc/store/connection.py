@@ -32,6 +32,8 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
 # Inside a script they are part of the script's error.
 _REFUSED = re.compile(
     r"\b(OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING|TRYAGAIN)\b"
+    # NOPERM within a script, in Redis 6.
+    r"|The user executing the script can't "
 )
 # Errors of a server that does not take writes: a replica, or a node without the keys' slot.
 _ELSEWHERE = re.compile(r"\b(READONLY|MOVED|ASK|CLUSTERDOWN)\b")

@@ -27,6 +27,8 @@ class RedisRetry:
         self._since: float | None = None
         # Of all outages that have ended.
         self._ended_s = 0.0
+        # Why the last call that waits has failed; None if none waits.
+        self.error: str | None = None
 
     @property
     def unavailable_s(self) -> float:
@@ -65,6 +67,7 @@ class RedisRetry:
             return reply
 
     def _log_begin(self, error: StoreUnavailable) -> None:
+        self.error = str(error)
         if self._since is None:
             self._since = self._clock()
             log.warning("waiting for Redis", error=str(error))
@@ -75,4 +78,4 @@ class RedisRetry:
             self._end()
 
     def _end(self) -> None:
-        self._ended_s, self._since = self.unavailable_s, None
+        self._ended_s, self._since, self.error = self.unavailable_s, None, None

@@ -1,11 +1,13 @@
 """A Redis that restarts without its last writes."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from checking_worker import CheckingWorker
 from scheduler_stack import NOT_FOUND, Gateway, Received, Stack, info_of, prompt, running_stack
 from waiting import until
@@ -151,3 +153,48 @@ async def test_an_epoch_is_lost_with_redis_s_last_second(server, sockets):
         epochs = [plan.epoch for plan in worker.plans]
         assert epochs == sorted(epochs)
         assert list(dict.fromkeys(epochs)) == [first.epoch, second.epoch, third.epoch]
+
+
+@pytest.mark.parametrize("command", ["scan", "script", "time", "info"])
+async def test_a_command_that_its_user_may_not_run_is_reported_until_it_may(
+    server, sockets, command
+):
+    """The scheduler does not end, and is not healthy though Redis responds."""
+    with redis.Redis.from_url(server.url) as client:
+        rules = ("on", ">p", "~quire:*", "+@all", f"-{command}")
+        client.execute_command("ACL", "SETUSER", "few", *rules)
+        # Each of its scripts is unknown to it.
+        client.script_flush()
+        url = server.url.replace("unix://", "unix://few:p@")
+        stack = Stack(url, sockets, {"workers": f"unix:{sockets}/a.sock"})
+        scheduler = stack.start_scheduler().scheduler
+        try:
+            await stack.start_worker("a", CheckingWorker(1))
+            health = scheduler._health
+            reason = re.compile("no permissions|can't run this command")
+            await until(lambda: reason.search(health.failing.get("redis", "")), "the reason")
+            assert not stack.serving.done()
+            client.execute_command("ACL", "SETUSER", "few", f"+{command}")
+            await until(lambda: not health.failing, "a healthy scheduler")
+            gateway = await stack.gateway()
+            [received] = await gateway.wait_ended(await gateway.submit(prompt(9)))
+            assert received.is_whole
+        finally:
+            await stack.stop()
+
+
+async def test_the_documented_rights_suffice(server, sockets):
+    page = (Path(__file__).parents[2] / "docs/reliability.md").read_text(encoding="utf-8")
+    [rule] = [line for line in page.splitlines() if line.startswith("ACL SETUSER quire ")]
+    worker = CheckingWorker(1)
+    with redis.Redis.from_url(server.url) as client:
+        client.execute_command(*rule.split())
+    url = server.url.replace("unix://", "unix://quire:PASSWORD@")
+    async with running_stack(url, sockets, {"a": worker}) as stack:
+        received = await submitted(await stack.gateway(), 1)
+        previous, successor = stack.member, stack.start_scheduler()
+        await until(lambda: successor.is_standby, "a standby")
+        await previous.drain()
+        gateway = await stack.gateway()
+        await gateway.submit_again(received)
+        await all_are_whole(stack, gateway, worker)

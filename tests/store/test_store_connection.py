@@ -153,3 +153,22 @@ async def test_a_redis_that_takes_no_scripts_is_unavailable(own_redis: EmbeddedR
     with pytest.raises(StoreUnavailable, match="NOPERM"):
         await store.lease.acquire("", lease_ms=3000)
     await store.close()
+
+
+async def test_a_redis_that_denies_a_command_within_a_script_is_unavailable(
+    own_redis: EmbeddedRedis,
+) -> None:
+    """INFO is one of the dangerous commands, which applications often may not run."""
+    store = Store.at(own_redis.url.replace("unix://", "unix://few:p@"))
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.execute_command("ACL", "SETUSER", "few", "on", ">p", "~*", "+@all", "-@dangerous")
+        await store.lease.acquire("", lease_ms=3000)
+        with pytest.raises(StoreUnavailable, match=r"NOPERM|can't run this command"):
+            await store.lease.renew()
+        client.execute_command("ACL", "SETUSER", "few", "+info")
+        assert await store.lease.renew()
+        client.execute_command("ACL", "SETUSER", "few", "resetkeys", "~other:*")
+        with pytest.raises(StoreUnavailable, match="NOPERM"):
+            await store.lease.renew()
+        client.execute_command("ACL", "DELUSER", "few")
+    await store.close()
