@@ -8,11 +8,13 @@ import uvloop
 
 from quire.service.lifecycle import Signals
 from quire.service.logs import configure_logging
+from quire.service.settings import stop
 from scheduler_svc.huge_pages import keep_in_huge_pages
 from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.shard import leaves
 from scheduler_svc.store.errors import StoreError
+from scheduler_svc.store.links import link_to
 
 log = structlog.get_logger()
 
@@ -29,6 +31,11 @@ async def _run(settings: SchedulerSettings) -> None:
 
 def main() -> None:
     settings = SchedulerSettings.load()
+    try:
+        # The settings themselves are also read where no client of Redis is installed.
+        link_to(settings.redis_url, timeout_s=1)
+    except ValueError as error:
+        stop("quire-scheduler", [f"--redis-url / QUIRE_SCHEDULER_REDIS_URL: {error}"])
     configure_logging("scheduler", settings.log_level, settings.log_format)
     try:
         uvloop.run(_run(settings))

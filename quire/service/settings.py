@@ -91,9 +91,9 @@ class ServiceSettings(BaseSettings):
             return CliApp.run(cls, cli_args=sys.argv[1:] if argv is None else argv)
         except ValidationError as error:
             lines = [cls._line(e) for e in error.errors()]
-            _stop(str(cls.model_config["cli_prog_name"]), lines)
+            stop(str(cls.model_config["cli_prog_name"]), lines)
         except SettingsError as error:
-            _stop(str(cls.model_config["cli_prog_name"]), [str(error)])
+            stop(str(cls.model_config["cli_prog_name"]), [str(error)])
 
     @classmethod
     def _refuse_unknown_variables(cls) -> None:
@@ -127,7 +127,8 @@ def link_tls(peer: str, ca: Path | None, cert: Path | None, key: Path | None) ->
     return None
 
 
-def _stop(program: str, lines: list[str]) -> NoReturn:
+def stop(program: str, lines: list[str]) -> NoReturn:
+    """End the process with status 2, because settings are wrong."""
     for line in lines:
         print(f"{program}: {line}", file=sys.stderr)
     raise SystemExit(2)

@@ -23,7 +23,7 @@ from redis.asyncio.connection import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisClusterException
+from redis.exceptions import RedisClusterException, RedisError
 
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _DEFAULT_SERVICE = "mymaster"
@@ -150,7 +150,19 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
 
 def link_to(url: str, timeout_s: float, password: str | None = None, key: str = "") -> Link:
     """A link that connects within `timeout_s` to each server; of a cluster, to the node that has
-    the key. ValueError for an invalid URL. `password` is used if the URL has none."""
+    the key. ValueError for an invalid URL, without its password. `password` is used if the URL has
+    none."""
+    try:
+        return _link_to(url, timeout_s, password, key)
+    except (TypeError, RedisError) as error:
+        # An unknown parameter becomes an unknown argument.
+        raise ValueError(
+            f"the URL of Redis has a parameter that cannot be used: {error}"
+        ) from error
+
+
+def _link_to(url: str, timeout_s: float, password: str | None, key: str) -> Link:
+    _check_database(url)
     scheme, _, kind = urlsplit(url).scheme.partition("+")
     options = {
         "retry": Retry(NoBackoff(), 0),
@@ -168,7 +180,23 @@ def link_to(url: str, timeout_s: float, password: str | None = None, key: str = 
             "may have +sentinel or +cluster"
         )
     servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password, key)
+    # Like one server's, its parameters are refused now and not by each attempt to connect.
+    servers.server(*servers.addresses[0])
     return GroupLink(servers, find_primary if kind == "sentinel" else find_node)
+
+
+def _check_database(url: str) -> None:
+    """ValueError for a database that redis-py would replace by the first one, which may be another
+    installation's."""
+    parts = urlsplit(url)
+    scheme, _, kind = parts.scheme.partition("+")
+    named = [value for name, value in parse_qsl(parts.query) if name == "db"]
+    if kind != "sentinel" and scheme != "unix":
+        named += [parts.path.strip("/")] if parts.path.strip("/") else []
+    if any(not (value.isascii() and value.isdigit()) for value in named):
+        raise ValueError(f"the URL of Redis has no number of a database in {named[-1]!r}")
+    if kind == "cluster" and any(int(value) for value in named):
+        raise ValueError(f"a Redis Cluster has no database {named[-1]}, only 0")
 
 
 def _parse(

@@ -69,6 +69,39 @@ def test_an_invalid_url_of_several_servers_is_refused(url: str) -> None:
         link_to(url, 1)
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("redis://:secret@h/one", "database in 'one'"),
+        ("redis://:secret@h/-1", "database in '-1'"),
+        ("redis://:secret@h?db=1x", "database in '1x'"),
+        ("unix:///r.sock?db=x", "database in 'x'"),
+        ("redis+sentinel://h/m?db=x", "database in 'x'"),
+        ("redis+cluster://:secret@h/3", "no database 3"),
+        ("redis+cluster://h?db=3", "no database 3"),
+        ("redis://:secret@h:99999/0", "(?i)port"),
+        ("redis://:secret@h:x/0", "(?i)port"),
+        ("redis://:secret@h?bogus=1", "bogus"),
+        ("redis+cluster://:secret@h?bogus=1", "bogus"),
+        ("redis+sentinel://h/m?bogus=1", "bogus"),
+        ("redis://:secret@h?socket_timeout=x", "socket_timeout"),
+    ],
+)
+def test_an_unusable_part_of_a_url_is_refused_with_its_name(url: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        link_to(url, 1)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h", "redis://h/", "redis://h/3", "rediss://h?db=3", "unix:///a/b.sock?db=3",
+     "redis+sentinel://h", "redis+sentinel://h/m?db=3", "redis+cluster://h", "redis+cluster://h/0"],
+)  # fmt: skip
+def test_a_url_without_or_with_a_database(url: str) -> None:
+    link_to(url, 1)
+
+
 def test_all_keys_have_one_slot() -> None:
     slots = {
         redis.crc.key_slot(key.encode())
