@@ -44,6 +44,7 @@ class Health:
 
     def __init__(self, checks: Iterable[str], services: Iterable[str] = ()) -> None:
         self._failing = dict.fromkeys(checks, "not checked yet")
+        self._is_stopping = False
         self._names = (READY, *services)
         self.servicer = ListingHealthServicer(("", *self._failing, *self._names))
         # Serves health alone; None without a second address.
@@ -51,12 +52,13 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        return not self._failing
+        return not self.failing
 
     @property
     def failing(self) -> dict[str, str]:
-        """Failing checks, each with its reason."""
-        return dict(self._failing)
+        """Failing checks, each with its reason; `process` fails once the service stops."""
+        stopping = {"process": "the service is stopping"} if self._is_stopping else {}
+        return {**self._failing, **stopping}
 
     async def start(self) -> None:
         """Set the status of every name. Call it before the server starts."""
@@ -84,6 +86,7 @@ class Health:
 
     async def stopping(self) -> None:
         """Report NOT_SERVING for every name from now on."""
+        self._is_stopping = True
         await self.servicer.enter_graceful_shutdown()
 
     async def close(self) -> None:

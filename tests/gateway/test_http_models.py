@@ -63,6 +63,18 @@ async def test_the_gateway_describes_itself(http: Http) -> None:
     assert response.json()["failing"] == {"scheduler": "no worker has joined"}
 
 
+async def test_a_gateway_that_drains_is_not_ready(http: Http) -> None:
+    """Like its gRPC health: a balancer that asks over HTTP has to leave it, too."""
+    await http.stack.gateway.drain()
+    response = await http.client.get("/ready")
+    assert response.status_code == 503
+    assert response.json() == {
+        "status": "not ready",
+        "failing": {"process": "the service is stopping"},
+    }
+    assert (await http.client.get("/health")).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/health", "/ready", "/version", "/v1/models", "/v1/models/tiny", "/", "/docs"]
 )
