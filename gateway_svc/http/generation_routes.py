@@ -57,7 +57,7 @@ class GenerationRoutes:
         tenant = self._context.tenant(request)
         body = await self._context.body(request, CompletionRequest)
         request_id = self._context.request_id(request)
-        messages = body.messages(request_id)
+        messages = body.messages(request_id, tenant.limits.output_tokens)
         states = [_state(body, gateway_pb2.FORMAT_COMPLETION, len(messages)) for _ in messages]
         if body.echo:
             await self._set_echoes(body, states)

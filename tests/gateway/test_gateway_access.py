@@ -337,6 +337,14 @@ async def test_http_needs_the_same_keys(guarded: Stack, keys: Keys) -> None:
         )
         assert beyond.status_code == 400
         assert beyond.json()["error"]["param"] == "max_tokens"
+        # The default is lowered to the tenant's 12 output tokens.
+        del body["max_tokens"]
+        call = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        submission = await guarded.scheduler.serve_one(guarded.encode("fox"))
+        assert (await call).status_code == 200
+        assert submission.params.max_tokens == 12
+        beyond = await client.post("/v1/completions", json={**body, "n": 13}, headers=headers)
+        assert beyond.status_code == 400
         assert (await client.get("/health")).status_code == 200
         for path in ("/metrics", "/status"):
             assert (await client.get(path)).status_code == 401

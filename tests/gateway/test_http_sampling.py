@@ -399,3 +399,19 @@ async def test_output_without_text_has_token_ids(http: Http) -> None:
     body = {"prompt": "The", "detokenize": False, "return_token_ids": True}
     [choice] = (await http.respond("/v1/completions", body, " fox"))["choices"]
     assert (choice["text"], choice["token_ids"]) == ("", http.stack.encode(" fox"))
+
+
+@pytest.mark.parametrize(
+    ("n", "most_output_tokens", "max_tokens"),
+    [(None, None, 16), (5, None, 16), (None, 12, 12), (5, 12, 2), (13, 12, 1), (2, 99, 16)],
+)
+def test_the_default_of_completions_is_lowered_to_the_output_tokens_of_a_tenant(
+    n: int | None, most_output_tokens: int | None, max_tokens: int
+) -> None:
+    body = CompletionRequest.model_validate({"prompt": "x", "n": n})
+    [message] = body.messages("r", most_output_tokens)
+    assert message.sampling_params.max_tokens == max_tokens
+    # A request for more is refused, not changed.
+    body = CompletionRequest.model_validate({"prompt": "x", "max_tokens": 50})
+    [message] = body.messages("r", most_output_tokens)
+    assert message.sampling_params.max_tokens == 50

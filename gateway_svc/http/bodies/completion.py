@@ -51,11 +51,17 @@ class CompletionRequest(SamplingFields):
     def has_echo_logprobs(self) -> bool:
         return bool(self.echo) and self.logprobs is not None
 
-    def messages(self, request_id: str) -> list[GenerationMessage]:
-        """One per prompt, each with an id of its own."""
+    def messages(
+        self, request_id: str, most_output_tokens: int | None = None
+    ) -> list[GenerationMessage]:
+        """One per prompt, each with an id of its own. `most_output_tokens` of all choices together
+        bound the default of `max_tokens`."""
         params = self.sampling_params()
         if self.max_tokens is None:
             params.max_tokens = _MAX_TOKENS
+            if most_output_tokens is not None:
+                most = most_output_tokens // (params.n if params.HasField("n") else 1)
+                params.max_tokens = max(1, min(_MAX_TOKENS, most))
         elif self.max_tokens == 0:
             # A request samples one token at least.
             params.max_tokens = 1
