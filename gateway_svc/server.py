@@ -234,6 +234,7 @@ class Gateway:
             settings.server_certificates(),
             self._tracing,
             settings.max_connection_age_s,
+            settings.allowed_origins,
         )
 
     async def _set_model(self, reading: "asyncio.Future[Model]") -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from gateway_svc.admission.web_pages import parse_origins
 from gateway_svc.metrics.objectives import Objectives, parse_objectives
 from gateway_svc.output_formats.formats import REASONING_SETTINGS, TOOL_SETTINGS
 from quire.service.addresses import Address, check_address
@@ -20,6 +21,10 @@ _Text = Annotated[str, StringConstraints(min_length=1)]
 def _check_addresses(value: str) -> str:
     """ValueError unless every part is an address."""
     return ",".join(check_address(part.strip()) for part in value.split(","))
+
+
+def _check_origins(value: str) -> str:
+    return ",".join(parse_origins(value))
 
 
 def _check_objectives(value: str) -> str:
@@ -41,6 +46,7 @@ def _one_of(*names: str) -> AfterValidator:
 ToolCallParser = Annotated[str, _one_of(*TOOL_SETTINGS)]
 ReasoningParser = Annotated[str, _one_of(*REASONING_SETTINGS)]
 LatencyObjectives = Annotated[str, AfterValidator(_check_objectives)]
+Origins = Annotated[str, AfterValidator(_check_origins)]
 Addresses = Annotated[str, AfterValidator(_check_addresses)]
 
 
@@ -124,6 +130,12 @@ class GatewaySettings(TracedServiceSettings):
     http_address_file: Path | None = Field(
         None, description="File that receives the bound address of the HTTP API."
     )
+    http_allowed_origins: Origins | None = Field(
+        None,
+        description="Origins of web pages that may use the HTTP API, and of proxies before the "
+        "gateway, separated by commas: https://chat.example.com, for example, or * for every page. "
+        "Without it only the gateway's own page may. See docs/http.md.",
+    )
     max_connection_age_s: float | None = Field(
         None,
         gt=0,
@@ -185,6 +197,10 @@ class GatewaySettings(TracedServiceSettings):
         return link_tls(
             "scheduler", self.scheduler_tls_ca, self.scheduler_tls_cert, self.scheduler_tls_key
         )
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]:
+        return () if self.http_allowed_origins is None else parse_origins(self.http_allowed_origins)
 
     @property
     def objectives(self) -> Objectives:

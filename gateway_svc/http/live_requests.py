@@ -1,4 +1,4 @@
-"""Counts live HTTP requests, and refuses those beyond the gateway's limits."""
+"""Counts live HTTP requests, and refuses those of foreign pages and beyond the gateway's limits."""
 
 import asyncio
 
@@ -9,6 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.admission.live_limits import HeldBytes, LiveLimits
+from gateway_svc.admission.web_pages import WebPages
 from gateway_svc.http.errors import BODY_TIMEOUT, to_http
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.service.api_keys import HEADER
@@ -23,8 +24,11 @@ _ALWAYS = ("/health", "/ready", "/version", "/metrics")
 class LiveRequests:
     """An ASGI application around the gateway's. The limits are those of gRPC calls, too."""
 
-    def __init__(self, app: FastAPI, limits: LiveLimits, authentication: Authentication) -> None:
+    def __init__(
+        self, app: FastAPI, limits: LiveLimits, authentication: Authentication, pages: WebPages
+    ) -> None:
         self._app = app
+        self._pages = pages
         self._authentication = authentication
         self._limits = limits
         self._num_live = 0
@@ -36,7 +40,15 @@ class LiveRequests:
         await self._idle.wait()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _ALWAYS:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._pages.check(scope["method"], Headers(scope=scope))
+        except RequestError as error:
+            await _write(error, send)
+            return
+        if scope["path"] in _ALWAYS:
             await self._app(scope, receive, send)
             return
         self._num_live += 1
@@ -46,9 +58,7 @@ class LiveRequests:
                 await self._app(scope, _counted(receive, held), send)
         except RequestError as error:
             # Of the limits: the application's own errors are responses.
-            failure = to_http(error)
-            writer = ResponseWriter(send)
-            await writer.json(failure.status, failure.body, failure.retry_after_s)
+            await _write(error, send)
         finally:
             self._num_live -= 1
             if not self._num_live:
@@ -61,6 +71,11 @@ class LiveRequests:
             return self._authentication.authenticate(Headers(scope=scope).get(HEADER)).principal
         except RequestError:
             return ""
+
+
+async def _write(error: RequestError, send: Send) -> None:
+    failure = to_http(error)
+    await ResponseWriter(send).json(failure.status, failure.body, failure.retry_after_s)
 
 
 def _counted(receive: Receive, held: HeldBytes) -> Receive:

@@ -9,13 +9,17 @@ from pathlib import Path
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.admission.http_connection import connection_type
 from gateway_svc.admission.live_limits import LiveLimits
+from gateway_svc.admission.web_pages import WebPages
 from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
 from gateway_svc.tracing.call_trace import CallTracing
+from quire.service.addresses import is_loopback
 from quire.service.lifecycle import write_address
 from quire.service.tls import ServerCertificates
 
@@ -39,15 +43,19 @@ class HttpServer:
         certificates: ServerCertificates | None,
         tracing: CallTracing,
         max_connection_age_s: float | None,
+        allowed_origins: tuple[str, ...],
     ) -> None:
         """`listen` is host:port; port 0 picks a free one. With certificates it is HTTPS. Without an
-        age connections last as long as clients use them."""
+        age connections last as long as clients use them. Web pages of the allowed origins may use
+        the API, as the gateway's own may."""
         self._listen = listen
-        self.requests = LiveRequests(app, limits, authentication)
+        is_open = not authentication.needs_keys and certificates is None
+        pages = WebPages(allowed_origins, is_open and is_loopback(listen))
+        self.requests = LiveRequests(app, limits, authentication, pages)
         # The address, after the start.
         self.address = listen
         config = uvicorn.Config(
-            TracedApp(self.requests, tracing),
+            _with_cors(TracedApp(self.requests, tracing), allowed_origins),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -78,6 +86,20 @@ class HttpServer:
         if self._task is not None:
             self._server.exit()
             await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _with_cors(app: ASGIApp, allowed_origins: tuple[str, ...]) -> ASGIApp:
+    """Let pages of these origins send requests and read responses in a browser. Keys are in
+    headers that the pages set themselves, so no credentials of the browser are needed."""
+    if not allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )
 
 
 class _Server(uvicorn.Server):
