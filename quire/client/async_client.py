@@ -10,7 +10,7 @@ import grpc
 from quire.client.arguments import deadline
 from quire.client.concurrent_calls import MAX_CALLS
 from quire.client.conversations import Conversation
-from quire.client.errors import QuireError, translate_errors
+from quire.client.errors import QuireError, translate_aio_errors
 from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Prompt
@@ -249,7 +249,7 @@ class AsyncClient:
         return [Model.from_proto(model) for model in response.models]
 
     async def close(self) -> None:
-        """Close the channels and cancel all calls in progress."""
+        """Close the channels. Calls in progress fail with CANCELLED."""
         self._closed = True
         for channel in self._channels.values():
             await channel.close()
@@ -265,7 +265,7 @@ class AsyncClient:
             timeout = retry_policy.begin_attempt()
             method = method_for(retry_policy.target)
             try:
-                with translate_errors(retry_policy.target):
+                with translate_aio_errors(retry_policy.target, self._is_closed):
                     response = await method(request, timeout=timeout, metadata=self._metadata)
             except QuireError as error:
                 await asyncio.sleep(retry_policy.backoff_s(error))
@@ -279,7 +279,7 @@ class AsyncClient:
             while not stream.is_complete:
                 call = self._begin(stream)
                 try:
-                    with translate_errors(stream.retry_policy.target):
+                    with translate_aio_errors(stream.retry_policy.target, self._is_closed):
                         async for message in call:
                             if (delta := stream.take(message)) is not None:
                                 yield delta
@@ -310,6 +310,9 @@ class AsyncClient:
                 await stub.CancelGenerate(
                     request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata
                 )
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)

@@ -1,7 +1,8 @@
 """The exceptions of the client library, made from gRPC statuses."""
 
+import asyncio
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -114,6 +115,20 @@ def translate_errors(target: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_status(cast(grpc.Call, error), target) from error
+
+
+@contextmanager
+def translate_aio_errors(target: str, is_closed: Callable[[], bool]) -> Iterator[None]:
+    """As `translate_errors`. gRPC ends the calls of a closed client as if their tasks had been
+    cancelled, which a group of tasks passes over: a result would be missing without an error."""
+    try:
+        with translate_errors(target):
+            yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not is_closed() or (task is not None and task.cancelling()):
+            raise
+        raise CancelledError(grpc.StatusCode.CANCELLED, "the client is closed") from None
 
 
 def from_status(call: grpc.Call, target: str) -> QuireError:

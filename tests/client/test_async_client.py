@@ -5,6 +5,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from scripted_server import MAX_CALLS, ScriptedServer
+from waiting import until
 
 from quire import AsyncClient, InvalidArgumentError, QuireError, SamplingParams, Usage
 
@@ -96,6 +97,23 @@ async def test_a_closed_client_refuses_calls(async_client):
         await async_client.generate("hello")
     with pytest.raises(ValueError, match="the client is closed"):
         await anext(async_client.stream_generate("hello"))
+
+
+async def test_closing_a_client_ends_its_calls_with_an_error(async_client, server):
+    """Not as if their tasks had been cancelled."""
+    stream = async_client.stream_generate("hang")
+    await anext(stream)
+    calls = [
+        asyncio.create_task(anext(stream)),
+        asyncio.create_task(async_client.generate("hang")),
+        asyncio.create_task(async_client.generate_all(["hang"], [None])),
+    ]
+    await until(lambda: len(server.inference.requests) == 3, "the calls")
+    await async_client.close()
+    for ended in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(ended, QuireError)
+        assert str(ended) == "CANCELLED: the client is closed"
+    assert not any(call.cancelled() for call in calls)
 
 
 async def test_invalid_arguments_are_refused_at_once(async_client, server):
