@@ -35,7 +35,7 @@ _PROTOS = (
     "structured_output.proto",
 )
 _BODIES = {"completions": CompletionRequest, "chat": ChatRequest, "responses": ResponseRequest}
-_COMMANDS = ("beam-search", "generate", "chat")
+_COMMANDS = ("generate", "chat")
 _NONE = "no"
 # Numbers of the fields of FileDescriptorProto and DescriptorProto.
 _MESSAGES, _FIELDS = 4, 2
@@ -56,6 +56,7 @@ class Section:
     python: Mapping[str, str] = field(default_factory=dict)
     # By field, the parameter of the command.
     cli: Mapping[str, str] = field(default_factory=dict)
+    commands: tuple[str, ...] = _COMMANDS
     # Fields without a row: messages that have a section of their own.
     omitted: frozenset[str] = frozenset()
 
@@ -117,6 +118,7 @@ SECTIONS = (
         "BeamSearchParams",
         http={"beam_width": _generating("use_beam_search", "n")},
         python=_named([one.name for one in fields(BeamSearchParams)]),
+        commands=("beam-search",),
     ),
     Section(
         "Structured output",
@@ -181,7 +183,6 @@ def api_tables() -> str:
     """A Markdown table per section, and those of fields that HTTP alone has."""
     comments = _comments()
     schemas = {name: body.model_json_schema() for name, body in _BODIES.items()}
-    options = _options()
     parts = []
     used: dict[str, set[str]] = {name: set() for name in _BODIES}
     for section in SECTIONS:
@@ -191,6 +192,7 @@ def api_tables() -> str:
             "| field | completions | chat | responses | Python | command | meaning |",
             "|---|---|---|---|---|---|---|",
         ]
+        options = _options(section.commands)
         for name, meaning in comments[section.message].items():
             if name not in section.omitted:
                 lines.append(_row(section, name, meaning, schemas, options, used))
@@ -269,11 +271,11 @@ def _http_tables(schemas: Mapping[str, Any], used: Mapping[str, set[str]]) -> It
         yield "\n".join([f"### {title}", "", "| field | bodies |", "|---|---|", *rows]) + "\n"
 
 
-def _options() -> dict[str, str]:
-    """The options and arguments of commands that sample, by parameter."""
+def _options(names: tuple[str, ...]) -> dict[str, str]:
+    """The options and arguments of these commands, by parameter."""
     commands: Any = typer.main.get_command(app)
     found = {}
-    for name in _COMMANDS:
+    for name in names:
         for parameter in commands.commands[name].params:
             is_option = parameter.param_type_name == "option"
             found[parameter.name] = parameter.opts[0] if is_option else parameter.name.upper()

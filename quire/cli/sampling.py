@@ -55,6 +55,15 @@ _SAMPLING: Final[dict[str, Any]] = {
     "min_tokens": Annotated[int | None, integer_option("Tokens before which nothing stops.")],
     "seed": Annotated[int | None, integer_option("Equal seeds give equal texts.")],
     "stop": Annotated[list[str] | None, _texts("A text that ends the output", "--stop")],
+    "stop_token_ids": Annotated[
+        list[int] | None,
+        typer.Option(
+            "--stop-token-id", parser=integer, help="A token that ends it; may be repeated."
+        ),
+    ],
+    "ignore_eos": Annotated[
+        bool | None, typer.Option("--ignore-eos", help="Continue past end-of-sequence tokens.")
+    ],
     "presence_penalty": Annotated[
         float | None, number_option("For tokens that the output has, -2 to 2.")
     ],

@@ -45,6 +45,7 @@ def test_every_sampling_option_is_sent(quire, server):
         *("--logit-bias", "7=-100", "--logit-bias", "9=2.5", "--allowed-token-id", "4"),
         *("--allowed-token-id", "5", "--bad-word", "x", "--bad-word", "y"),
         *("--truncate-prompt-tokens", "-1", "--no-speculation"),
+        *("--stop-token-id", "8", "--stop-token-id", "9", "--ignore-eos"),
     )
     assert (result.exit_code, result.stdout) == (0, "AB\n")
     [request] = server.inference.requests
@@ -57,6 +58,7 @@ def test_every_sampling_option_is_sent(quire, server):
     assert params.truncate_prompt_tokens == 2**32 - 1
     assert params.HasField("speculation")
     assert not params.speculation
+    assert (list(params.stop_token_ids), params.ignore_eos) == ([8, 9], True)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
