@@ -1,12 +1,12 @@
 """Limits of an HTTP connection: its age, the time for a head, bodies that are not read."""
 
-import json
 import random
 from asyncio import BaseTransport, TimerHandle
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway_svc.admission.http_protocol import HttpProtocol
 
 # So that connections that were opened together are not closed together; gRPC's is the same.
 _JITTER: Final = 0.1
@@ -21,8 +21,8 @@ LINGER_S: Final = 5.0
 CLOSE_AFTER_S: Final = 1.0
 
 
-class HttpConnection(HttpToolsProtocol):
-    """uvicorn's protocol, with limits for clients that send slowly or too much."""
+class HttpConnection(HttpProtocol):
+    """The protocol, with limits for clients that send slowly or too much."""
 
     max_age_s: float | None = None
 
@@ -52,12 +52,15 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_limit()
         if self.loop.time() >= self._closes_at:
+            # Once, also if the headers are parsed again.
+            self._closes_at = float("inf")
             self.app = _closing(self.app)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self.cycle.response_complete:
-            super().on_body(body)
+        is_read = not self.cycle.response_complete
+        super().on_body(body)
+        if is_read:
             return
         self._num_unread += len(body)
         if self._num_unread > MAX_UNREAD_BYTES:
@@ -68,10 +71,6 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._end_limit()
         super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """Respond to what is not HTTP as to any other bad request, and close."""
-        self._send_error(400, "Bad Request", "malformed_http", msg)
 
     def _limit_head(self) -> None:
         self._limit = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head)
@@ -89,7 +88,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
         else:
             message = f"the request's head has not arrived within {HEAD_TIMEOUT_S:g} s"
-            self._send_error(408, "Request Timeout", "head_timeout", message)
+            self.send_error(408, "Request Timeout", "head_timeout", message)
 
     def _stop_reading(self) -> None:
         """The client can still read the response; then the connection is closed."""
@@ -98,16 +97,6 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._limit = self.loop.call_later(CLOSE_AFTER_S, self.transport.abort)
-
-    def _send_error(self, status: int, phrase: str, code: str, message: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-        body = json.dumps({"error": error}).encode()
-        head = (
-            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
 
 
 def connection_type(max_age: float | None) -> type[HttpConnection]:
