@@ -46,6 +46,7 @@ def test_owners_are_those_of_the_map(server: EmbeddedRedis) -> None:
         assert read_owners(client) == ["unix:one", "", ""]
 
 
+@pytest.mark.slow
 def test_a_fleet_is_led_as_its_map_says() -> None:
     setting = FleetSetting(num_workers=4, num_shards=2, num_schedulers=2, model=_MODEL)
     with Fleet(setting) as fleet:
@@ -54,6 +55,7 @@ def test_a_fleet_is_led_as_its_map_says() -> None:
         assert len(view.leaders) == 2
 
 
+@pytest.mark.slow
 def test_requests_that_move_to_another_shard_are_followed() -> None:
     setting = FleetSetting(num_workers=2, num_shards=2, num_schedulers=2, model=_MODEL)
     workload = Workload(num_requests=8, concurrency=8, prompt_tokens=(8, 8), output_tokens=(56, 56))

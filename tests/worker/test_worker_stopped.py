@@ -89,6 +89,7 @@ async def test_it_leaves_after_the_grace_though_its_lane_is_open(tmp_path: Path)
         assert await process.wait() == 0
 
 
+@pytest.mark.slow
 async def test_it_leaves_after_the_grace_though_a_step_does_not_end(tmp_path: Path) -> None:
     flags = ("--drain-grace-s=0.2", "--sim-step-ms=600000")
     async with sim_process(tmp_path, *flags) as (process, channel):
