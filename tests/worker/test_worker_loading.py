@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MAX_MODEL_LEN, gemma2, gpt2, llama, save_model
-from transformers import BloomConfig, FalconMambaConfig, PretrainedConfig, RecurrentGemmaConfig
+from tiny_models import MAX_MODEL_LEN, SMALL, gemma2, gpt2, llama, save_model
+from transformers import (
+    BloomConfig,
+    FalconMambaConfig,
+    PhimoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    RecurrentGemmaConfig,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_kernels_available
 from worker_driver import worker_settings
@@ -62,6 +69,32 @@ def test_refuses_layers_with_other_masks_or_state(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["conv"] * 3}))
     with pytest.raises(ModelError, match="conv"):
         load(tmp_path)
+
+
+def qwen2_moe(layer_types: list[str]) -> PretrainedConfig:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": layer_types}
+    return Qwen2MoeConfig(**SMALL, **experts, **window, shared_expert_intermediate_size=16)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PhimoeConfig(**SMALL, num_local_experts=2, sliding_window=6),
+        qwen2_moe(["full_attention", "sliding_attention"]),
+    ],
+    ids=["phimoe", "qwen2_moe"],
+)
+def test_refuses_windows_that_only_masks_have(config: PretrainedConfig, tmp_path: Path) -> None:
+    save_model(config, tmp_path)
+    with pytest.raises(ModelError, match=r"ForCausalLM: \w+Attention .* 6 tokens .*max-model-len"):
+        load(tmp_path)
+    # No sequence is longer than the window.
+    assert len(load(tmp_path, max_model_len=6).layers) == 2
+
+
+def test_a_window_in_no_layer_needs_no_mask(tmp_path: Path) -> None:
+    assert len(load(save_model(qwen2_moe(["full_attention"] * 2), tmp_path)).layers) == 2
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ order of these calls, which is the same in every pass, identifies the layers.
 
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_svc.cache.kv_pool import AttentionSpec
@@ -31,6 +33,13 @@ def register_attention(function: AttentionFunction) -> str:
     """
     name = f"{_NAME_PREFIX}{secrets.token_hex(8)}"
     ALL_ATTENTION_FUNCTIONS[name] = function
+    return name
+
+
+def register_probe(probe: "LayerProbe") -> str:
+    """As `register_attention`, for a probe, to which the model hands the masks it wants."""
+    name = register_attention(probe)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, probe.make_mask)
     return name
 
 
@@ -59,13 +68,38 @@ def temporary_attention(network: Any, function: AttentionFunction) -> Iterator[N
 def _unregister(name: str) -> None:
     if name.startswith(_NAME_PREFIX):
         ALL_ATTENTION_FUNCTIONS.pop(name, None)
+        # transformers looks names of masks up among those of all interfaces.
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 
 class LayerProbe:
-    """An attention function that records the shape of every layer and returns zeros."""
+    """An attention function that records the shape of every layer and returns zeros.
 
-    def __init__(self) -> None:
+    What a layer's mask hides has to follow from the arguments of the call: when the model is
+    served, there are no masks. Some models have a window in the mask alone.
+    """
+
+    def __init__(self, max_model_len: int = 1) -> None:
         self.layers: list[AttentionSpec] = []
+        # Windows and chunks show at the end of the longest sequence; its middle separates the two.
+        self._queries = torch.tensor([max_model_len - 1, max_model_len // 2]).unsqueeze(1)
+        self._keys = torch.arange(max_model_len)
+        self._masks: list[tuple[Tensor, Tensor]] = []  # with the keys that the queries see
+
+    def make_mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Tensor],
+        device: torch.device,
+        **unused: object,
+    ) -> Tensor:
+        """A mask function of transformers, whose masks this probe recognises in its calls."""
+        mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+        seen = mask_function(0, 0, self._queries.to(device), self._keys.to(device))
+        self._masks.append((mask, seen.expand(2, len(self._keys)).cpu()))
+        return mask
 
     def __call__(
         self,
@@ -76,13 +110,38 @@ class LayerProbe:
         attention_mask: Tensor | None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        sliding_window: int | None = None,
         **unused: object,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} requires an attention mask")
         if unused.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{type(module).__name__} attends to later tokens")
+        if attention_mask is not None:
+            self._check_mask(type(module).__name__, attention_mask, sliding_window)
         heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
         sinks = s_aux is not None
         self.layers.append(AttentionSpec(heads, key_dim, value_dim, key.dtype, softcap, sinks))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _check_mask(self, layer: str, mask: Tensor, window: int | None) -> None:
+        """UnsupportedModelError if the mask hides other keys than causality and the window do."""
+        seen = next((seen for known, seen in self._masks if _share_memory(known, mask)), None)
+        if seen is None:
+            raise UnsupportedModelError(f"{layer} requires an attention mask")
+        if seen.equal(self._seen_through(window)):
+            return
+        masked = int(seen[0].sum())
+        if not seen.equal(self._seen_through(masked)):
+            raise UnsupportedModelError(f"{layer} requires an attention mask")
+        raise UnsupportedModelError(
+            f"{layer} has a sliding window of {masked} tokens in its mask alone, which is not "
+            f"served; a --max-model-len of at most {masked} needs no window"
+        )
+
+    def _seen_through(self, window: int | None) -> Tensor:
+        distance = self._queries - self._keys
+        return (distance >= 0) & (distance < (len(self._keys) if window is None else window))
+
+
+def _share_memory(mask: Tensor, other: Tensor) -> bool:
+    """Whether one is the other or a slice of it: Gemma 4 slices masks of layers that share keys."""
+    return mask.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

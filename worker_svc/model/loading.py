@@ -19,7 +19,7 @@ from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
 from worker_svc.model.attention import (
     LayerProbe,
     UnsupportedModelError,
-    register_attention,
+    register_probe,
     set_attention,
 )
 from worker_svc.model.checkpoint import (
@@ -142,8 +142,8 @@ def load_model(
     num_bytes = sum(path.stat().st_size for path in weights)
     progress.begin(f"reading {size_text(num_bytes)} of weights")
     choose_longrope_factors(config.get_text_config(), length)
-    probe = LayerProbe()
-    probe_name = register_attention(probe)
+    probe = LayerProbe(length)
+    probe_name = register_probe(probe)
     options = {"dtype": dtype, "attn_implementation": probe_name}
     loaded = _load(network_class, config, folder, weights, stored, shard, options)
     network, sources = loaded.network, loaded.quantized
@@ -236,7 +236,8 @@ def _network_class(config: Any) -> Any:
         raise ModelError(f"{name} does not support transformers' attention interface")
     if getattr(network_class, "_is_stateful", False):
         raise ModelError(f"{name} has state other than keys and values")
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    text = config.get_text_config()
+    layer_types = set(getattr(text, "layer_types", None) or ())
     if not layer_types <= _LAYER_TYPES:
         raise ModelError(f"{name} has layers of type {sorted(layer_types - _LAYER_TYPES)}")
     return network_class
