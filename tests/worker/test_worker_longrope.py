@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import INITIALIZER_RANGE, MAX_MODEL_LEN, VOCAB_SIZE, Reference, save_model
-from transformers import Phi3Config
+from tiny_models import (
+    INITIALIZER_RANGE,
+    MAX_MODEL_LEN,
+    SMALL,
+    VOCAB_SIZE,
+    Reference,
+    save_model,
+)
+from transformers import Phi3Config, PhimoeConfig
 from worker_driver import STEPS_QUEUE_UP, Driver, LaneClient, Sequence, served_model
 
 from worker_svc.model.loading import load_model
@@ -101,3 +108,20 @@ async def test_a_long_service_uses_the_long_factors_for_all_sequences(
         assert found[place] == expected
     # The choice makes a difference.
     assert found[0] != reference.generate(prompt_of(lengths[0]), _NUM_TOKENS)
+
+
+async def test_phimoe_scales_a_short_sequence_alone_as_beside_a_long_one(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": _SHORT_RANGE,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "short_mscale": 1.0,
+        "long_mscale": 4.0,
+    }
+    config = PhimoeConfig(**SMALL, num_local_experts=2, rope_parameters=rope, sliding_window=None)
+    model = save_model(config, tmp_path)
+    alone = await outputs(model, [9], max_model_len=MAX_MODEL_LEN)
+    together = await outputs(model, [9, MAX_MODEL_LEN - _NUM_TOKENS], max_model_len=MAX_MODEL_LEN)
+    assert together[0] == alone[0]

@@ -28,10 +28,14 @@ def longrope_default(config: Any, limit: int | None) -> int | None:
 
 
 def choose_longrope_factors(config: Any, max_model_len: int) -> None:
-    """Make both sets of factors in the config equal: those for the longest sequence served."""
+    """Make both sets of factors in the config equal: those for the longest sequence served. So are
+    PhiMoE's scales of both sets."""
     for part in _parts(config):
-        if max_model_len > part["original_max_position_embeddings"]:
+        is_long = max_model_len > part["original_max_position_embeddings"]
+        if is_long:
             part["short_factor"] = part["long_factor"]
+        if is_long and "long_mscale" in part:
+            part["short_mscale"] = part["long_mscale"]
 
 
 def _parts(config: Any) -> Iterator[dict[str, Any]]:
