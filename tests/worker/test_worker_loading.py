@@ -15,6 +15,7 @@ from tiny_models import MAX_MODEL_LEN, SMALL, gemma2, gpt2, llama, save_model
 from transformers import (
     BloomConfig,
     FalconMambaConfig,
+    Llama4TextConfig,
     PhimoeConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -95,6 +96,14 @@ def test_refuses_windows_that_only_masks_have(config: PretrainedConfig, tmp_path
 
 def test_a_window_in_no_layer_needs_no_mask(tmp_path: Path) -> None:
     assert len(load(save_model(qwen2_moe(["full_attention"] * 2), tmp_path)).layers) == 2
+
+
+def test_refuses_queries_scaled_by_their_place_in_the_batch(tmp_path: Path) -> None:
+    attention = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
+    config = Llama4TextConfig(**SMALL, **attention, num_local_experts=1, head_dim=8)
+    save_model(config, tmp_path)
+    with pytest.raises(ModelError, match=r"Llama4ForCausalLM .*attn_temperature_tuning"):
+        load(tmp_path)
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:

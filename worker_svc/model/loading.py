@@ -240,6 +240,11 @@ def _network_class(config: Any) -> Any:
     layer_types = set(getattr(text, "layer_types", None) or ())
     if not layer_types <= _LAYER_TYPES:
         raise ModelError(f"{name} has layers of type {sorted(layer_types - _LAYER_TYPES)}")
+    if getattr(text, "attn_temperature_tuning", False) and not all(text.no_rope_layers):
+        # Llama 4 takes the places for positions, which a line of several sequences has not.
+        raise ModelError(
+            f"{name} scales queries by their places in a batch (attn_temperature_tuning)"
+        )
     return network_class
 
 
