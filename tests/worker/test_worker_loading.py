@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN, SMALL, gemma2, gpt2, llama, save_model
 from transformers import (
     BloomConfig,
+    DogeConfig,
     FalconMambaConfig,
     Llama4TextConfig,
     PhimoeConfig,
@@ -103,6 +104,12 @@ def test_refuses_queries_scaled_by_their_place_in_the_batch(tmp_path: Path) -> N
     config = Llama4TextConfig(**SMALL, **attention, num_local_experts=1, head_dim=8)
     save_model(config, tmp_path)
     with pytest.raises(ModelError, match=r"Llama4ForCausalLM .*attn_temperature_tuning"):
+        load(tmp_path)
+
+
+def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
+    save_model(DogeConfig(**SMALL), tmp_path)
+    with pytest.raises(ModelError, match="DogeForCausalLM does not run here: KeyError"):
         load(tmp_path)
 
 

@@ -267,6 +267,8 @@ def _probe_layers(network: Any, probe: LayerProbe, device: torch.device) -> Atte
         network(input_ids=tokens, position_ids=positions, use_cache=False)
     except UnsupportedModelError as error:
         raise ModelError(f"{type(network).__name__}: {error}") from error
+    except Exception as error:  # Of any kind: the code is the model's own.
+        raise ModelError(f"{type(network).__name__} does not run here: {error!r}") from error
     if not probe.layers:
         raise ModelError(f"{type(network).__name__} has no attention layer")
     return tuple(probe.layers)
