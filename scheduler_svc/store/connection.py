@@ -31,12 +31,13 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
 # Errors of a Redis that responds but cannot serve: out of memory, unable to save, no permission.
 # Inside a script they are part of the script's error.
 _REFUSED = re.compile(
-    r"\b(OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|NOREPLICAS|MASTERDOWN|LOADING|TRYAGAIN)\b"
+    r"\b(OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|MASTERDOWN|LOADING|TRYAGAIN)\b"
     # NOPERM within a script, in Redis 6.
     r"|The user executing the script can't "
 )
-# Errors of a server that does not take writes: a replica, or a node without the keys' slot.
-_ELSEWHERE = re.compile(r"\b(READONLY|MOVED|ASK|CLUSTERDOWN)\b")
+# Errors of a server that does not take writes: a replica, a node without the keys' slot, or a
+# primary whose replicas follow another one already (Sentinels demote it about ten seconds later).
+_ELSEWHERE = re.compile(r"\b(READONLY|MOVED|ASK|CLUSTERDOWN|NOREPLICAS)\b")
 _UNKNOWN_SCRIPT = "NOSCRIPT"
 
 

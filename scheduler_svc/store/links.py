@@ -8,10 +8,10 @@ the socket, since the client's own overhead is several times the cost of a call.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from redis.asyncio import RedisCluster, Sentinel
+from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import (
     AbstractConnection,
@@ -30,6 +30,8 @@ _DEFAULT_SERVICE = "mymaster"
 _SENTINEL_PREFIX = "sentinel_"
 # Of the time to connect, for each node of a cluster that is asked where the keys are.
 _SHARE_OF_NODE = 1 / 4
+# For other Sentinels to respond, once one has named a primary.
+_FOR_OTHERS_S = 0.1
 
 
 class Link(Protocol):
@@ -82,6 +84,14 @@ class _Servers:
         return ServerLink(kind(host=host, port=port, **self.options))
 
 
+class _Named(NamedTuple):
+    """A primary, by a Sentinel."""
+
+    address: tuple[str, int]
+    # Greater after each failover.
+    config_epoch: int
+
+
 class GroupLink:
     """The server that takes writes, of several."""
 
@@ -103,17 +113,56 @@ class GroupLink:
 
 
 async def find_primary(servers: _Servers) -> tuple[str, int]:
-    """The primary that the first of the Sentinels to respond names."""
-    sentinel = Sentinel(
-        servers.addresses,
-        sentinel_kwargs={**servers.sentinel_options, "ssl": servers.uses_tls},
-    )  # type: ignore[no-untyped-call]
+    """The primary of the newest configuration that a Sentinel has.
+
+    All of them are asked at once: one that hangs would take the time of those after it, and one
+    that was cut off from the others may still name the primary before a failover.
+    """
+    pending = {asyncio.create_task(_ask(servers, *address)) for address in servers.addresses}
+    asked = list(pending)
+    found: list[_Named] = []
+    failures: list[str] = []
     try:
-        host, port = await sentinel.discover_master(servers.service)
+        while pending:
+            done, pending = await asyncio.wait(
+                pending,
+                timeout=_FOR_OTHERS_S if found else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                break
+            for result in [task.result() for task in done]:
+                if isinstance(result, str):
+                    failures.append(result)
+                else:
+                    found.append(result)
     finally:
-        for client in sentinel.sentinels:
-            await client.aclose()
-    return host, port
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    if not found:
+        raise RedisConnectionError(
+            f"no Sentinel names a primary of {servers.service!r}: {'; '.join(failures)}"
+        )
+    return max(found, key=lambda named: named.config_epoch).address
+
+
+async def _ask(servers: _Servers, host: str, port: int) -> _Named | str:
+    """The primary that a Sentinel names, or why it names none."""
+    client = Redis(host=host, port=port, ssl=servers.uses_tls, **servers.sentinel_options)
+    try:
+        # By their names, unlike the type of newer protocols.
+        masters: Any = await client.sentinel_masters()
+    except (RedisError, OSError) as error:
+        return f"{host}:{port}: {error}"
+    finally:
+        await client.aclose()
+    state = masters.get(servers.service)
+    if state is None:
+        return f"{host}:{port} does not monitor it"
+    if not state["is_master"] or state["is_sdown"] or state["is_odown"]:
+        return f"{host}:{port}: {state['ip']}:{state['port']} is down"
+    return _Named((state["ip"], state["port"]), state["config-epoch"])
 
 
 async def find_node(servers: _Servers) -> tuple[str, int]:

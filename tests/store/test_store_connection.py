@@ -123,6 +123,20 @@ async def test_a_redis_that_takes_no_writes_is_unavailable(
     await store.close()
 
 
+async def test_a_primary_that_lost_its_replicas_is_left(own_redis: EmbeddedRedis) -> None:
+    """Its replicas may follow another primary, which only a new connection finds."""
+    store = Store.at(own_redis.url)
+    await store.lease.acquire("", lease_ms=3000)
+    await store.lease.renew()
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.config_set("min-replicas-to-write", 1)
+        before = client.info("stats")["total_connections_received"]
+        with pytest.raises(StoreUnavailable, match="NOREPLICAS"):
+            await store.lease.renew()
+        assert client.info("stats")["total_connections_received"] > before
+    await store.close()
+
+
 async def test_an_invalid_url_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         Store.at("localhost:6379")

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_groups import Cluster, Sentinels, Server, running
 
 from scheduler_svc.store.errors import StoreUnavailable
@@ -229,6 +230,40 @@ async def test_sentinels_name_the_promoted_replica(sentinels: Sentinels) -> None
     assert after != before
     await use(store, 2)
     await store.close()
+
+
+def sentinel(directory: Path, primary_port: int, config_epoch: int) -> Server:
+    """One of its own. Its primary, which does not run, counts as down only after half a minute."""
+    return Server(
+        directory,
+        f"sentinel monitor quire 127.0.0.1 {primary_port} 1",
+        f"sentinel config-epoch quire {config_epoch}",
+    )
+
+
+async def test_a_sentinel_that_hangs_or_knows_an_older_primary_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
+    group = [sentinel(tmp_path, port, epoch) for port, epoch in ((1, 9), (2, 4), (3, 5))]
+    try:
+        group[0].suspend()
+        hosts = ",".join(f"127.0.0.1:{one.port}" for one in group)
+        servers = link_to(f"redis+sentinel://{hosts}/quire", 30)._servers
+        async with asyncio.timeout(20):
+            assert await find_primary(servers) == ("127.0.0.1", 3)
+    finally:
+        for one in group:
+            one.kill()
+
+
+async def test_sentinels_without_a_primary_say_why(tmp_path: Path) -> None:
+    one = sentinel(tmp_path, 1, 1)
+    try:
+        servers = link_to(f"redis+sentinel://127.0.0.1:2,127.0.0.1:{one.port}/other", 5)._servers
+        with pytest.raises(RedisConnectionError, match=r"'other': .*127\.0\.0\.1:2.* not monitor"):
+            await find_primary(servers)
+    finally:
+        one.kill()
 
 
 async def test_unreachable_servers_are_unavailable() -> None:
