@@ -126,6 +126,7 @@ class Shard:
         except* (LeadershipLost, WritesLost, RecordMismatch) as errors:
             self._log.warning("Redis may have lost writes", why=str(next(leaves(errors))))
             has_lost_writes = True
+            store.reopen()
         finally:
             # Buffered frames are sent while the lease is still held.
             membership = self._process.membership

@@ -68,6 +68,12 @@ class Connection:
                 self._resp = None
             await self._link.disconnect()
 
+    def reopen(self) -> None:
+        """Send further calls, and those in progress, over a new connection: of several servers, to
+        the one that takes writes now."""
+        if self._resp is not None:
+            self._resp.drop()
+
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Run a script; return its reply or raise its error."""
         command = pack(("EVALSHA", script.digest, len(keys), *keys, *args))

@@ -88,6 +88,12 @@ class Store:
             retry or RedisRetry(),
         )
 
+    def reopen(self) -> None:
+        """Find Redis again by all connections. One of them may still be to a server that was
+        replaced, and then has another state than the others."""
+        self._connection.reopen()
+        self._lease_connection.reopen()
+
     async def close(self) -> None:
         """Close the connections; does not release the lease."""
         await self._lease_connection.close()

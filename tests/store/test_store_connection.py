@@ -137,6 +137,24 @@ async def test_a_primary_that_lost_its_replicas_is_left(own_redis: EmbeddedRedis
     await store.close()
 
 
+async def test_a_reopened_store_finds_redis_again_by_each_connection(
+    own_redis: EmbeddedRedis,
+) -> None:
+    store = Store.at(own_redis.url)
+    await store.lease.acquire("", lease_ms=3000)
+    await store.pools()
+    with redis.Redis.from_url(own_redis.url) as client:
+        before = client.info("stats")["total_connections_received"]
+        calls = [asyncio.create_task(call()) for call in (store.lease.leader, store.pools)]
+        await asyncio.sleep(0)  # they have begun
+        store.reopen()
+        leader, pools = await asyncio.gather(*calls)
+        assert leader is not None
+        assert pools == set()
+        assert client.info("stats")["total_connections_received"] == before + 2
+    await store.close()
+
+
 async def test_an_invalid_url_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         Store.at("localhost:6379")
