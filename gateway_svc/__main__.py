@@ -1,5 +1,6 @@
 """`python -m gateway_svc`."""
 
+import os
 import sys
 
 import structlog
@@ -14,6 +15,8 @@ from quire.service.logs import configure_logging
 def main() -> None:
     settings = GatewaySettings.load()
     configure_logging("gateway", settings.log_level, settings.log_format)
+    # `--tokenizer-threads` is the number of threads, not that of the library's own pool.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         uvloop.run(serve(settings))
     except (OSError, KeysFileError) as error:
