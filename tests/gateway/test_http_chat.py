@@ -142,6 +142,8 @@ for _ in range(50):
         ({"top_logprobs": 2}, "top_logprobs", "no_logprobs"),
         ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "too_deep"),
         ({"chat_template_kwargs": {"a": [DEEP]}}, "chat_template_kwargs", "too_deep"),
+        ({"chat_template_kwargs": {"a": [[[]]] * 9000}}, "chat_template_kwargs", "too_many_values"),
+        ({"processor_args": {"a": [1] * 20000}}, "processor_args", "too_many_values"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )

@@ -13,6 +13,9 @@ from quire.v1 import inference_pb2
 UINT32_MAX = 2**32 - 1
 # Of objects that become a Struct; protobuf refuses deeper messages.
 _MAX_DEPTH = 24
+# Each takes a byte at least in a message, and any such object may have at most 16 KiB. Protobuf's
+# library takes seconds for a million of them.
+_MAX_VALUES = 2**14
 
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
@@ -58,22 +61,30 @@ def replaced_by(name: str) -> Any:
 
 def struct_of(field: str, values: dict[str, Any] | None) -> struct_pb2.Struct | None:
     """The message of an object; None if it is empty. RequestError if it is nested so deeply that
-    protobuf would refuse to parse it."""
+    protobuf would refuse to parse it, or has more values than any limit allows."""
     if not values:
         return None
-    _check_depth(field, values)
+    _check_shape(field, values)
     struct = struct_pb2.Struct()
     struct.update(values)
     return struct
 
 
-def _check_depth(field: str, values: dict[str, Any]) -> None:
+def _check_shape(field: str, values: dict[str, Any]) -> None:
     level: list[Any] = [values]
+    num_values = 0
     for _ in range(_MAX_DEPTH):
+        parents = [value for value in level if isinstance(value, dict | list)]
+        num_values += sum(map(len, parents))
+        if num_values > _MAX_VALUES:
+            raise invalid(
+                field,
+                "TOO_MANY_VALUES",
+                f"has more than {_MAX_VALUES} values, nested ones included",
+            )
         level = [
             inner
-            for value in level
-            if isinstance(value, dict | list)
+            for value in parents
             for inner in (value.values() if isinstance(value, dict) else value)
         ]
     if level:
