@@ -32,6 +32,9 @@ from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.service.errors import failed
 from quire.v1 import inference_pb2
 
+# Larger requests are checked in a thread.
+_INLINE_BYTES = 2**15
+
 
 @dataclass(frozen=True)
 class PreparedRequest:
@@ -89,7 +92,7 @@ async def prepare(
     """RequestError names the invalid field. `deadline_s` is the time left to the client's call.
     With a `search` the request, of as many choices as beams, is a beam search."""
     limits = model.limits(max_model_len)
-    validation.check_request(request, limits)
+    await _check(request, limits)
     if search is not None:
         beam_search.check_request(request)
     tenant_limits.check_request(request, tenant)
@@ -137,6 +140,14 @@ async def prepare(
     return PreparedRequest(
         model, submission, state, prompt_field(request), create_choices(request_id, state, model)
     )
+
+
+async def _check(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Megabytes of short values, such as calls of tools, are checked in seconds: in a thread."""
+    if request.ByteSize() <= _INLINE_BYTES:
+        validation.check_request(request, limits)
+    else:
+        await asyncio.to_thread(validation.check_request, request, limits)
 
 
 def _finish_params(

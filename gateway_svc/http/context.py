@@ -1,6 +1,7 @@
 """What all routes need of a request: its id, its tenant, and its body."""
 
 import secrets
+from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import Request
@@ -13,6 +14,7 @@ from gateway_svc.http.bodies.reading import read_body
 from quire.service.api_keys import HEADER
 
 R = TypeVar("R", bound=HttpRequest)
+T = TypeVar("T")
 
 # Escapes such as \u00e9 take six bytes for a character.
 _BYTES_PER_CHARACTER = 6
@@ -36,8 +38,9 @@ class RequestContext:
         """RequestError also for a key whose tenant is not an administrator."""
         self._authentication.authenticate_admin(request.headers.get(HEADER))
 
-    async def body(self, request: Request, kind: type[R]) -> R:
-        return await read_body(request, kind, self._max_body_bytes())
+    async def body(self, request: Request, kind: type[R], convert: Callable[[R], T]) -> tuple[R, T]:
+        """The body, and what it is converted to, in a thread if it is large."""
+        return await read_body(request, kind, self._max_body_bytes(), convert)
 
     @staticmethod
     def request_id(request: Request) -> str:

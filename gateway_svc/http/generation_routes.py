@@ -55,9 +55,12 @@ class GenerationRoutes:
     async def create_completion(self, request: Request) -> Response:
         """Complete one or several prompts."""
         tenant = self._context.tenant(request)
-        body = await self._context.body(request, CompletionRequest)
         request_id = self._context.request_id(request)
-        messages = body.messages(request_id, tenant.limits.output_tokens)
+        body, messages = await self._context.body(
+            request,
+            CompletionRequest,
+            lambda body: body.messages(request_id, tenant.limits.output_tokens),
+        )
         states = [_state(body, gateway_pb2.FORMAT_COMPLETION, len(messages)) for _ in messages]
         if body.echo:
             await self._set_echoes(body, states)
@@ -78,9 +81,10 @@ class GenerationRoutes:
     async def create_chat_completion(self, request: Request) -> Response:
         """Continue a conversation."""
         tenant = self._context.tenant(request)
-        body = await self._context.body(request, ChatRequest)
         request_id = self._context.request_id(request)
-        messages = [body.message(request_id)]
+        body, message = await self._context.body(
+            request, ChatRequest, lambda body: body.message(request_id)
+        )
         states = [_state(body, gateway_pb2.FORMAT_CHAT, 1)]
         renamed = {
             **CHAT_NAMES,
@@ -91,7 +95,7 @@ class GenerationRoutes:
             renamed["logprobs"] = "top_logprobs"
         if body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
-        return self._respond(request, request_id, tenant, body, messages, states, renamed)
+        return self._respond(request, request_id, tenant, body, [message], states, renamed)
 
     async def request_events(self, request_id: str, request: Request) -> Response:
         """Stream a request's output, live or finished, after the event that `Last-Event-ID`

@@ -61,8 +61,8 @@ class ModelRoutes:
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Convert a text or a conversation to tokens."""
         self._context.tenant(request)
-        body = await self._context.body(request, TokenizeRequest)
-        response = await self._tokenization.tokenize(body.message())
+        body, message = await self._context.body(request, TokenizeRequest, TokenizeRequest.message)
+        response = await self._tokenization.tokenize(message)
         tokens = list(response.token_ids)
         texts = self._tokenization.token_texts(tokens) if body.return_token_strs else None
         return {
@@ -75,8 +75,8 @@ class ModelRoutes:
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """Convert tokens to text."""
         self._context.tenant(request)
-        body = await self._context.body(request, DetokenizeRequest)
-        response = await self._tokenization.detokenize(body.message())
+        _, message = await self._context.body(request, DetokenizeRequest, DetokenizeRequest.message)
+        response = await self._tokenization.detokenize(message)
         return {"prompt": response.text}
 
     async def health(self) -> dict[str, Any]:

@@ -61,18 +61,23 @@ class ResponseRoutes:
     async def create(self, request: Request) -> Response:
         """Generate a response, streamed, whole, or in the background."""
         tenant = self._context.tenant(request)
-        body = await self._context.body(request, ResponseRequest)
         request_id = self._context.request_id(request)
+        name = self._service.served.name
+        body, (message, response) = await self._context.body(
+            request,
+            ResponseRequest,
+            lambda body: (body.message(request_id), orjson.dumps(body.response(name))),
+        )
         state = gateway_pb2.HttpState(
             format=gateway_pb2.FORMAT_RESPONSE,
             created=int(time.time()),
             num_prompts=1,
-            response=orjson.dumps(body.response(self._service.served.name)),
+            response=response,
             background=bool(body.background),
             format_field="text",
         )
         updates = self._generations.run(
-            [body.message(request_id)], [state], tenant, self._context.has_request_id(request)
+            [message], [state], tenant, self._context.has_request_id(request)
         )
 
         async def run(writer: ResponseWriter) -> None:

@@ -1,6 +1,7 @@
 """Invalid and malformed requests: the status, and the field it names."""
 
 import math
+import threading
 
 import grpc
 import pytest
@@ -12,10 +13,11 @@ from grpc_status import rpc_status
 
 from gateway_svc.generation import validation
 from gateway_svc.text.chat_template import ChatTemplate
+from gateway_svc.text.served_model import ModelLimits
 from quire.service.errors import invalid
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
-from quire.v1.conversation_pb2 import Conversation, Message
+from quire.v1.conversation_pb2 import Conversation, Message, ToolCall
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -305,3 +307,25 @@ async def test_ids_of_other_calls_have_no_control_characters(stack: Stack) -> No
             await call
         assert caught.value.code() is INVALID
         assert "has U+001B at character 1" in str(caught.value.details())
+
+
+async def test_a_large_request_is_checked_beside_the_event_loop(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    check = validation.check_request
+
+    def recorded(request: validation.GenerationRequest, limits: ModelLimits) -> None:
+        threads.append(threading.current_thread())
+        check(request, limits)
+
+    monkeypatch.setattr(validation, "check_request", recorded)
+    calls = [ToolCall(id="a", name="f", arguments="{}")] * 100
+    message = Message(role="assistant", tool_calls=calls)
+    request = pb.GenerateRequest(conversation=Conversation(messages=[message] * 40))
+    request.conversation.messages[-1].tool_calls[-1].arguments = "1"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(request)
+    assert field_of(caught.value) == "conversation.messages[39].tool_calls[99].arguments"
+    assert threads
+    assert threading.main_thread() not in threads

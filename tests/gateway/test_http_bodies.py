@@ -3,11 +3,15 @@
 import asyncio
 import gzip
 import logging
+import threading
 from typing import Any
 
 import pytest
 from http_client import Http
 from waiting import until
+
+from gateway_svc.http.bodies.logits_fields import LogitsFields
+from quire.v1 import inference_pb2
 
 CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
 COMPLETION = "/v1/completions"
@@ -165,3 +169,23 @@ async def test_a_compressed_body_is_refused(http: Http) -> None:
         "/tokenize", content=b'{"prompt": "x"}', headers={"content-encoding": "identity"}
     )
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT, RESPONSE])
+async def test_a_large_body_is_converted_beside_the_event_loop(
+    http: Http, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    fill = LogitsFields.fill_logits_params
+
+    def recorded(self: LogitsFields, params: inference_pb2.SamplingParams) -> None:
+        threads.append(threading.current_thread())
+        fill(self, params)
+
+    monkeypatch.setattr(LogitsFields, "fill_logits_params", recorded)
+    prompt = {COMPLETION: {"prompt": "x"}, CHAT: _message("x"), RESPONSE: {"input": "x"}}[path]
+    biases = {str(token_id): 1 for token_id in range(5000)}
+    status, error = await http.error(path, {**prompt, "logit_bias": biases})
+    assert (status, error["param"], error["code"]) == (400, "logit_bias", "too_many_biases")
+    assert threads
+    assert threading.main_thread() not in threads

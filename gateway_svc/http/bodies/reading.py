@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from gateway_svc.http.bodies.fields import HttpRequest
 from quire.service.errors import RequestError, failed, invalid
 
 R = TypeVar("R", bound=HttpRequest)
+T = TypeVar("T")
 
 # Larger ones are parsed in a thread.
 _INLINE_BYTES = 2**15
@@ -23,9 +25,12 @@ _INLINE_BYTES = 2**15
 CONTENT_ENCODING = "CONTENT_ENCODING"
 
 
-async def read_body(request: Request, kind: type[R], max_bytes: int) -> R:
-    """Read a body of at most `max_bytes` as JSON of the given type. RequestError names the field
-    that is invalid."""
+async def read_body(
+    request: Request, kind: type[R], max_bytes: int, convert: Callable[[R], T]
+) -> tuple[R, T]:
+    """Read a body of at most `max_bytes` as JSON of the given type, and convert it to what the
+    services take, which needs a second for eight megabytes of small values. RequestError names the
+    field that is invalid."""
     _check_encoding(request.headers.getlist("content-encoding"))
     try:
         data = await _read(request, max_bytes)
@@ -34,9 +39,12 @@ async def read_body(request: Request, kind: type[R], max_bytes: int) -> R:
         raise failed(
             grpc.StatusCode.CANCELLED, "CLIENT_DISCONNECTED", "the client has disconnected"
         ) from None
-    if len(data) <= _INLINE_BYTES:
-        return _parse(data, kind)
-    return await asyncio.to_thread(_parse, data, kind)
+
+    def work() -> tuple[R, T]:
+        body = _parse(data, kind)
+        return body, convert(body)
+
+    return work() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def _check_encoding(headers: list[str]) -> None:
