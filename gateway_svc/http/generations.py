@@ -1,5 +1,6 @@
 """The generations of one HTTP request: one per prompt, merged into one sequence of updates."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing
 from dataclasses import dataclass
@@ -51,10 +52,13 @@ class Generations:
             times = [
                 measured.enter_context(self._metrics.request(tenant.tenant_class)) for _ in messages
             ]
-            prepared = [
-                await self._service.prepare(message, None, tenant, state, search)
-                for message, state in zip(messages, states, strict=True)
-            ]
+            prepared = []
+            for message, state in zip(messages, states, strict=True):
+                prepared.append(await self._service.prepare(message, None, tenant, state, search))
+                if len(messages) > 1:
+                    # Token ids are prepared without waiting, and other requests should not wait
+                    # for a thousand prompts.
+                    await asyncio.sleep(0)
             for one in prepared:
                 one.submission.has_client_id = has_client_id
             sources = [

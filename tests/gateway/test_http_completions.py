@@ -1,11 +1,14 @@
 """`/v1/completions` over HTTP."""
 
+import asyncio
 import json
+from typing import Any
 
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
 from http_client import Http
 
+from gateway_svc.generation import submission as preparation
 from quire.internal.v1 import scheduler_pb2
 
 
@@ -361,3 +364,21 @@ async def test_a_body_that_is_no_object_is_refused(http: Http) -> None:
     large = b'"' + b"x" * 2**21 + b'"'
     response = await http.client.post("/v1/completions", content=large)
     assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_others_proceed_between_the_prompts_of_a_batch(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token ids are prepared without waiting for a thread."""
+    order: list[str] = []
+    prepare = preparation.prepare
+
+    async def recorded(*arguments: Any) -> preparation.PreparedRequest:
+        order.append("prompt")
+        asyncio.get_running_loop().call_soon(order.append, "other")
+        return await prepare(*arguments)
+
+    monkeypatch.setattr(preparation, "prepare", recorded)
+    status, error = await http.error("/v1/completions", {"prompt": [[5], [6], [2**31]]})
+    assert (status, error["code"]) == (400, "token_id_outside_vocabulary")
+    assert order == ["prompt", "other", "prompt", "other", "prompt", "other"]
