@@ -13,9 +13,10 @@ _JITTER: Final = 0.1
 # Longest time from the opening of a connection, or the first byte of a request, to the end of the
 # request's head.
 HEAD_TIMEOUT_S: Final = 30.0
-# After a response, the rest of the request's body is read and discarded up to these limits: many
-# clients read a response when they have sent all. Reading more would cost the others time.
-MAX_UNREAD_BYTES: Final = 2**20
+# After a response, the rest of the request's body is read and discarded for a while, since many
+# clients read a response when they have sent all; slowly, since it costs the others time.
+UNREAD_BURST_BYTES: Final = 2**18
+UNREAD_PAUSE_S: Final = 0.05
 LINGER_S: Final = 5.0
 # Time to read the response, for a client whose body is not read any more.
 CLOSE_AFTER_S: Final = 1.0
@@ -36,6 +37,7 @@ class HttpConnection(HttpProtocol):
         self._num_unread = 0
         # The limit for a head or, after it, for a body that is discarded.
         self._limit: TimerHandle | None = None
+        self._pause: TimerHandle | None = None
         self._limit_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -62,11 +64,12 @@ class HttpConnection(HttpProtocol):
         super().on_body(body)
         if is_read:
             return
-        self._num_unread += len(body)
-        if self._num_unread > MAX_UNREAD_BYTES:
-            self._stop_reading()
-        elif self._limit is None:
+        if self._limit is None:
             self._limit = self.loop.call_later(LINGER_S, self._stop_reading)
+        self._num_unread += len(body)
+        if self._num_unread >= UNREAD_BURST_BYTES and self._pause is None:
+            self.flow.pause_reading()
+            self._pause = self.loop.call_later(UNREAD_PAUSE_S, self._read_on)
 
     def on_message_complete(self) -> None:
         self._end_limit()
@@ -79,6 +82,9 @@ class HttpConnection(HttpProtocol):
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
+        if self._pause is not None:
+            self._pause.cancel()
+            self._read_on()
 
     def _end_head(self) -> None:
         """The head has not arrived in time. The next request's may wait while one is served."""
@@ -89,6 +95,12 @@ class HttpConnection(HttpProtocol):
         else:
             message = f"the request's head has not arrived within {HEAD_TIMEOUT_S:g} s"
             self.send_error(408, "Request Timeout", "head_timeout", message)
+
+    def _read_on(self) -> None:
+        self._pause = None
+        self._num_unread = 0
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _stop_reading(self) -> None:
         """The client can still read the response; then the connection is closed."""
