@@ -161,6 +161,7 @@ async def test_the_shards_of_a_dead_scheduler_go_to_the_others_and_back(stack: S
     }
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_joins_gets_one_shard_after_another_and_is_named(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

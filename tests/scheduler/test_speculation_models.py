@@ -99,6 +99,7 @@ async def test_prompt_lookup_changes_no_token_of_any_family(
     await check_model(redis_url, sockets, model, [1, 2, 3, 4, 5])
 
 
+@pytest.mark.slow
 async def test_the_target_as_its_draft_model_is_always_right(
     redis_url: str, sockets: Path, tmp_path: Path
 ) -> None:

@@ -719,6 +719,7 @@ async def test_the_socket_of_a_server_that_was_killed_is_replaced(sockets: Path)
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_it_runs_on_the_loop_of_the_service(tmp_path: Path) -> None:
     """Transports of uvloop have other types."""
     made = make_certificates(tmp_path / "certificates", "scheduler")

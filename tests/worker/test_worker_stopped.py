@@ -39,6 +39,7 @@ def decode(*rows: int) -> worker_pb2.BatchPlan:
     return plan
 
 
+@pytest.mark.slow
 async def test_a_worker_that_wakes_up_is_the_newest_streams(tmp_path: Path) -> None:
     flags = ("--sim-step-ms=1500", "--sim-token-us=0", "--sim-vocab-size=1000")
     async with sim_process(tmp_path, *flags) as (process, channel):
