@@ -86,7 +86,7 @@ def test_a_layer_launches_ten_kernels(
     assert sum(without.values()) == num_of_torch
 
 
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("quantization", "products"),
     [
@@ -95,6 +95,7 @@ def test_a_layer_launches_ten_kernels(
         ("int8", {"int8_linear_kernel": 4, "_round_rows_kernel": 4}),
     ],
 )
+@pytest.mark.slow
 def test_a_layer_with_quantised_weights(
     family: str,
     quantization: str,
