@@ -62,8 +62,9 @@ def oversized(num_rounds: int) -> Part:
         name="oversized",
         title="Oversized requests",
         notes=[
-            f"{AT_ONCE} requests at once, every {WAVE_PERIOD_S:g} s, from another process: of "
-            f"{2 * NUM_MESSAGES / 1e6:.0f} MB each, with {NUM_MESSAGES:,} empty messages by gRPC. "
+            f"{AT_ONCE} requests at once, and again every {WAVE_PERIOD_S:g} s or when these have "
+            f"ended, from another process: of {2 * NUM_MESSAGES / 1e6:.0f} MB each, with "
+            f"{NUM_MESSAGES:,} empty messages by gRPC. "
             f"A text is tokenized every {1e3 * _CALL_PERIOD_S:g} ms, by the same protocol; waits "
             f"are the times of these small calls, in ms: medians of {num_rounds} rounds of "
             f"{_NUM_CALLS:,} calls, and the longest of all rounds. The model is the demo model.",

@@ -66,7 +66,7 @@ def _http_sender(address: str) -> Callable[[], str]:
 
     def send() -> str:
         with socket.create_connection((host, int(port)), timeout=60) as connection:
-            # The gateway responds and closes before it has read the body.
+            # The gateway responds before it has read the body, and may close the connection.
             with suppress(ConnectionError):
                 connection.sendall(head + body)
             with suppress(ConnectionError):

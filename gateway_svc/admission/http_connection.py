@@ -1,4 +1,4 @@
-"""Limits of an HTTP connection: its age, the time for a head, bodies that are not read."""
+"""Limits of an HTTP connection: its age, the time for headers, bodies that are not read."""
 
 import random
 from asyncio import BaseTransport, TimerHandle
@@ -11,8 +11,8 @@ from gateway_svc.admission.http_protocol import HttpProtocol
 # So that connections that were opened together are not closed together; gRPC's is the same.
 _JITTER: Final = 0.1
 # Longest time from the opening of a connection, or the first byte of a request, to the end of the
-# request's head.
-HEAD_TIMEOUT_S: Final = 30.0
+# request's headers.
+HEADER_TIMEOUT_S: Final = 30.0
 # After a response, the rest of the request's body is read and discarded for a while, since many
 # clients read a response when they have sent all; slowly, since it costs the others time.
 UNREAD_BURST_BYTES: Final = 2**18
@@ -35,10 +35,10 @@ class HttpConnection(HttpProtocol):
             self._closes_at = self.loop.time() + age_s
         self._has_begun = False
         self._num_unread = 0
-        # The limit for a head or, after it, for a body that is discarded.
+        # The limit for headers or, after them, for a body that is discarded.
         self._limit: TimerHandle | None = None
         self._pause: TimerHandle | None = None
-        self._limit_head()
+        self._limit_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_limit()
@@ -49,7 +49,7 @@ class HttpConnection(HttpProtocol):
         self._has_begun = True
         self._num_unread = 0
         self._end_limit()
-        self._limit_head()
+        self._limit_headers()
 
     def on_headers_complete(self) -> None:
         self._end_limit()
@@ -75,8 +75,8 @@ class HttpConnection(HttpProtocol):
         self._end_limit()
         super().on_message_complete()
 
-    def _limit_head(self) -> None:
-        self._limit = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head)
+    def _limit_headers(self) -> None:
+        self._limit = self.loop.call_later(HEADER_TIMEOUT_S, self._end_headers)
 
     def _end_limit(self) -> None:
         if self._limit is not None:
@@ -86,15 +86,15 @@ class HttpConnection(HttpProtocol):
             self._pause.cancel()
             self._read_on()
 
-    def _end_head(self) -> None:
-        """The head has not arrived in time. The next request's may wait while one is served."""
+    def _end_headers(self) -> None:
+        """The headers have not arrived in time. The next request's may wait while one is served."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self._limit_head()
+            self._limit_headers()
         elif not self._has_begun:
             self.transport.close()
         else:
-            message = f"the request's head has not arrived within {HEAD_TIMEOUT_S:g} s"
-            self.send_error(408, "Request Timeout", "head_timeout", message)
+            message = f"the request's headers have not arrived within {HEADER_TIMEOUT_S:g} s"
+            self.send_error(408, "Request Timeout", "header_timeout", message)
 
     def _read_on(self) -> None:
         self._pause = None

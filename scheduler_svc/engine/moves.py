@@ -102,12 +102,12 @@ class Moves:
         remaining = iter(ripe)
         for target, count in planned.items():
             groups = list(itertools.islice(remaining, min(count, _BATCH)))
-            # Some may have got a row, or have ended, while others were given.
             if any(map(_has_output, groups)):
                 # Another model would continue it.
                 model = await self._stores[target].model()
                 if model != self._engine.output_model:
                     groups = [group for group in groups if not _has_output(group)]
+            # Some may have got a row, or have ended, while others were given.
             if groups := [group for group in self._candidates() if group in groups]:
                 await self._give(groups, target)
 

@@ -1,4 +1,4 @@
-"""The bytes of HTTP connections, from clients that no library has tamed."""
+"""The bytes of HTTP connections: offers of other protocols, and headers without an end."""
 
 import asyncio
 

@@ -289,7 +289,7 @@ def test_a_model_has_one_attention_function_at_a_time(tmp_path: Path) -> None:
     model = load(save_model(llama(), tmp_path))
     before = ours()
     for _ in range(3):
-        model.set_attention(LayerProbe())
-        with temporary_attention(model.network, LayerProbe()):
+        model.set_attention(LayerProbe(1))
+        with temporary_attention(model.network, LayerProbe(1)):
             pass
     assert ours() == before

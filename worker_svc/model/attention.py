@@ -79,7 +79,7 @@ class LayerProbe:
     served, there are no masks. Some models have a window in the mask alone.
     """
 
-    def __init__(self, max_model_len: int = 1) -> None:
+    def __init__(self, max_model_len: int) -> None:
         self.layers: list[AttentionSpec] = []
         # Windows and chunks show at the end of the longest sequence; its middle separates the two.
         self._queries = torch.tensor([max_model_len - 1, max_model_len // 2]).unsqueeze(1)
