@@ -49,7 +49,7 @@ def test_a_generated_table_is_that_of_the_code(script: str, page: str, num_rows:
 
 
 def test_links_within_the_reference_of_the_protos_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     reference = importlib.import_module("build_docs").protos_reference()
     links = set(re.findall(r"\]\(#(\w+)\)", reference))
     assert "generaterequest" in links

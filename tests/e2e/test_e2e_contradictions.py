@@ -90,7 +90,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         "QUIRE_WORKER_LOGITS_PROCESSORS": "no_tokens",
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", str(folder), prepend=":")
         with LocalStack(
             str(MODEL), num_gateways=2, http_listen="127.0.0.1:0", settings=settings

@@ -42,7 +42,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: quire-test-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(_ENTRY_POINTS)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "quire_test_package", raising=False)
 
 
