@@ -125,7 +125,7 @@ def resolve(resolved: scheduler_pb2.ResolvedParams, search: Search, vocab_size: 
             "params.max_tokens",
             "TOO_MANY_TOKENS",
             f"is {resolved.max_tokens}, the room left in the context if not set; with "
-            f"beam_width = {width} at most {max_tokens} is allowed",
+            f"{width} beams at most {max_tokens} is allowed",
         )
     resolved.temperature = 0.0
     resolved.num_logprobs = 1 + width + num_stops

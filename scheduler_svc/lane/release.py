@@ -173,8 +173,8 @@ class StepRelease:
         """Fail a search that the pool cannot hold, and release the row of one of its beams."""
         width = sequence.group.params.beam_width
         message = (
-            f"{width} beams need more than the {num_usable_blocks} blocks of the cache; set a "
-            "lower beam_width or max_tokens, or give the worker a larger cache (`--num-blocks`)"
+            f"{width} beams need more than the {num_usable_blocks} blocks of the cache; use "
+            "fewer beams or a lower max_tokens, or give the worker a larger cache (`--num-blocks`)"
         )
         sequence.group.fail(failed(StatusCode.FAILED_PRECONDITION, "CACHE_TOO_SMALL", message))
         self._release_row(sequence)
