@@ -1,11 +1,13 @@
 """The manifests for Kubernetes as they are written, without the tools that render them."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 from kubernetes_checks import CHECKS, SETTINGS, Check, container_of, pod_templates, variables_of
 from kubernetes_manifests import CHART, KUBERNETES, ROOT
 
@@ -123,6 +125,18 @@ def test_images_are_targets_of_the_dockerfile_with_the_version_of_the_project() 
     assert gpu["images"][0]["newName"].removeprefix("quire-") in targets
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == version
+
+
+def test_the_schema_of_the_chart_has_all_values() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert defaults.keys() == schema["properties"].keys() - {"global"}
+    for name, value in defaults.items():
+        if isinstance(value, dict):
+            assert value.keys() == schema["properties"][name]["properties"].keys()
+    validator = Draft7Validator(schema)
+    for file in [CHART / "values.yaml", *(CHART / "examples").iterdir()]:
+        validator.validate(yaml.safe_load(file.read_text()))
 
 
 def test_ports_are_those_of_the_image() -> None:

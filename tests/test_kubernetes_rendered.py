@@ -1,6 +1,7 @@
 """The manifests for Kubernetes, rendered by kustomize and Helm: equal, valid, and consistent."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from kubernetes_checks import CHECKS
+from kubernetes_checks import CHECKS, container_of, pod_templates
 from kubernetes_manifests import (
     CHART,
     HELM,
@@ -127,6 +128,58 @@ def test_helm_lint() -> None:
     assert json.loads(call_helm("helm_lint", paths=[str(CHART)], strict=True))["passed"] is True
 
 
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"worker": {"replica": 3}}, "at '/worker': additional properties 'replica' not allowed"),
+    ({"redis": {"maxmemory": 2147483648}}, "at '/redis/maxmemory': got number, want string"),
+    ({"worker": {"env": [{"name": "A", "value": 1}]}}, "at '/worker/env/0/value': got number"),
+    ({"tls": {"enabled": "false"}}, "at '/tls/enabled': got string, want boolean"),
+    ({"redis": {"passwordSecret": ""}}, "at '/redis/passwordSecret': ''"),
+    ({"gateway": {"minReplicas": 0}}, "at '/gateway/minReplicas': minimum: got 0, want 1"),
+    ({"gateway": {"minReplicas": 9}}, r"gateway.minReplicas \(9\) is above gateway.maxReplicas"),
+    ({"worker": {"maxSurge": 0}}, "worker.maxSurge and worker.maxUnavailable are both 0"),
+    ({"release": "9lives"}, 'the release "9lives" has to begin with a letter'),
+    ({"tls": None}, "nil pointer"),
+]
+
+
 def test_a_chart_that_cannot_be_rendered_is_reported() -> None:
-    with pytest.raises(ValueError, match="nil pointer"):
-        render_chart(tls=None)
+    for values, reason in REFUSED:
+        with pytest.raises(ValueError, match=reason):
+            render_chart(**values)
+
+
+def test_variables_of_the_user_replace_those_of_the_chart() -> None:
+    variables = {"worker": "THREADS", "scheduler": "DRAIN_GRACE_S", "gateway": "METRICS_LISTEN"}
+    env = {
+        name: {"env": [{"name": f"QUIRE_{name.upper()}_{variable}", "value": "x"}]}
+        for name, variable in variables.items()
+    }
+    containers = {c["name"]: c for c in map(container_of, pod_templates(render_chart(**env)))}
+    for name, variable in variables.items():
+        names = [entry["name"] for entry in containers[name]["env"]]
+        assert names.count(f"QUIRE_{name.upper()}_{variable}") == 1
+        assert containers[name]["env"][-1] == env[name]["env"][0]
+
+
+@pytest.mark.parametrize(
+    ("url", "ports"),
+    [
+        ("redis://user:a:7@one/1", [6390, 6379]),
+        ("redis+sentinel://one:26380,two,[fd00::1]:7/name", [6390, 26380, 26379, 7]),
+        ("rediss+cluster://one:6390,two:6391?a=b:1", [6390, 6391]),
+    ],
+)
+def test_schedulers_may_reach_the_ports_in_the_url_of_redis(url: str, ports: list[int]) -> None:
+    objects = render_chart(redis={"url": url, "port": 6390})
+    [policy] = [item for item in objects if item["metadata"]["name"] == "quire-scheduler-redis"]
+    [rule] = policy["spec"]["egress"]
+    assert [entry["port"] for entry in rule["ports"]] == ports
+
+
+def test_any_name_of_a_release_gives_names_of_services_and_labels() -> None:
+    release = "my.release-" + 42 * "a"
+    objects = render_chart(release=release, worker={"ranks": 2})
+    names = {item["kind"]: item["metadata"]["name"] for item in objects}
+    # The longest label of a pod: the name of a worker's StatefulSet, and the hash of its revision.
+    assert len(names["LeaderWorkerSet"] + "-999" + "-0123456789") <= 63
+    assert all(re.fullmatch("[a-z][a-z0-9-]{,62}", name) for name in names.values())

@@ -36,12 +36,14 @@ def render_overlay(name: str) -> list[Object]:
     return _load(rendered.stdout)
 
 
-def render_chart(values_file: Path | None = None, **values: object) -> list[Object]:
+def render_chart(
+    values_file: Path | None = None, release: str = "quire", **values: object
+) -> list[Object]:
     """ValueError, with the reason, if it cannot be rendered."""
     return _load(
         call_helm(
             "helm_template",
-            release_name="quire",
+            release_name=release,
             chart=str(CHART),
             namespace=NAMESPACE,
             values_files=[] if values_file is None else [str(values_file)],

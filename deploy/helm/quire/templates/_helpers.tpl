@@ -1,5 +1,50 @@
+{{- /* Services have no dots in their names. Of a StatefulSet, which a LeaderWorkerSet also creates for
+       each worker, the name and a hash of 11 characters are a label, which has at most 63. */ -}}
 {{- define "quire.name" -}}
-{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{ .Release.Name | replace "." "-" | trunc 41 | trimAll "-" }}
+{{- end }}
+
+{{- /* Fails for what values.schema.json cannot say. */ -}}
+{{- define "quire.check" -}}
+{{- if not (regexMatch "^[a-z]" .Release.Name) }}
+{{- fail (printf "the release %q has to begin with a letter, because names of Services do" .Release.Name) }}
+{{- end }}
+{{- range $name := list "gateway" "autoscaling" }}
+{{- with index $.Values $name }}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}
+{{- fail (printf "%s.minReplicas (%v) is above %s.maxReplicas (%v)" $name .minReplicas $name .maxReplicas) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with .Values.worker }}
+{{- if and (has (toString .maxSurge) (list "0" "0%")) (has (toString .maxUnavailable) (list "0" "0%")) }}
+{{- fail "worker.maxSurge and worker.maxUnavailable are both 0, so no worker could be replaced" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The variables of a container: those of the chart, replaced by the user's of the same name.
+       Arguments: root, name of the template with the chart's, the user's. */ -}}
+{{- define "quire.env" -}}
+{{- $given := list -}}
+{{- range index . 2 }}{{ $given = append $given .name }}{{ end -}}
+{{- $env := list -}}
+{{- range include (index . 1) (index . 0) | fromYamlArray }}
+{{- if not (has .name $given) }}{{ $env = append $env . }}{{ end -}}
+{{- end }}
+{{- concat $env (index . 2) | toYaml }}
+{{- end }}
+
+{{- /* Ports of Redis outside of the cluster, as JSON: those in the URL, and that of the servers that
+       Sentinels name. */ -}}
+{{- define "quire.redisPorts" -}}
+{{- $ports := list (int .port) -}}
+{{- $default := ternary 26379 6379 (contains "+sentinel" .url) -}}
+{{- $hosts := regexReplaceAll "^[^:]+://" .url "" | regexFind "^[^/?]+" | regexFind "[^@]+$" -}}
+{{- range splitList "," $hosts }}
+{{- $ports = append $ports (regexFind ":[0-9]+$" . | trimPrefix ":" | default $default | int) }}
+{{- end }}
+{{- uniq $ports | toJson }}
 {{- end }}
 
 {{- /* Labels that select the pods of a component. Arguments: root, component. */ -}}
@@ -95,7 +140,7 @@ livenessProbe:
   value: {{ .hub | default .path | quote }}
 {{- if .hub }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ .hubSecret }}, key: token, optional: true}}
+  valueFrom: {secretKeyRef: {name: {{ .hubSecret | quote }}, key: token, optional: true}}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -104,7 +149,7 @@ livenessProbe:
 - {name: tmp, mountPath: /tmp}
 - {name: hub, mountPath: /home/quire/.cache/huggingface}
 {{- if not .Values.model.hub }}
-- {name: model, mountPath: {{ .Values.model.path }}, readOnly: true}
+- {name: model, mountPath: {{ .Values.model.path | quote }}, readOnly: true}
 {{- end }}
 {{- end }}
 
@@ -112,7 +157,7 @@ livenessProbe:
 - {name: tmp, emptyDir: {}}
 - {name: hub, emptyDir: {}}
 {{- if not .Values.model.hub }}
-- {name: model, persistentVolumeClaim: {claimName: {{ .Values.model.claim }}, readOnly: true}}
+- {name: model, persistentVolumeClaim: {claimName: {{ .Values.model.claim | quote }}, readOnly: true}}
 {{- end }}
 {{- end }}
 

@@ -1,3 +1,20 @@
+{{- define "quire.workerEnv" -}}
+{{ include "quire.modelEnv" (list . "worker") }}
+- {name: QUIRE_WORKER_DRAIN_GRACE_S, value: "{{ .Values.worker.drainSeconds }}"}
+- {name: QUIRE_WORKER_HEALTH_LISTEN, value: "0.0.0.0:50060"}
+{{- /* A container sees all cores of its node. */}}
+- name: QUIRE_WORKER_THREADS
+  valueFrom: {resourceFieldRef: {containerName: worker, resource: requests.cpu}}
+{{- if .Values.worker.gpu }}
+- {name: QUIRE_WORKER_DEVICE, value: cuda}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- {name: QUIRE_WORKER_TLS_CERT, value: /run/secrets/tls/tls.crt}
+- {name: QUIRE_WORKER_TLS_KEY, value: /run/secrets/tls/tls.key}
+- {name: QUIRE_WORKER_TLS_CLIENT_CA, value: /run/secrets/tls/ca.crt}
+{{- end }}
+{{- end }}
+
 {{- /* A worker's pod. Arguments: root; "alone", or with several ranks "leader" or "follower". */ -}}
 {{- define "quire.workerPod" -}}
 {{- $role := index . 1 -}}
@@ -28,23 +45,7 @@ containers:
         exec python -m worker_svc --tensor-parallel-size="$LWS_GROUP_SIZE"
     {{- end }}
     env:
-      {{- include "quire.modelEnv" (list . "worker") | nindent 6 }}
-      - {name: QUIRE_WORKER_DRAIN_GRACE_S, value: "{{ $values.drainSeconds }}"}
-      - {name: QUIRE_WORKER_HEALTH_LISTEN, value: "0.0.0.0:50060"}
-      # A container sees all cores of its node.
-      - name: QUIRE_WORKER_THREADS
-        valueFrom: {resourceFieldRef: {containerName: worker, resource: requests.cpu}}
-      {{- if $values.gpu }}
-      - {name: QUIRE_WORKER_DEVICE, value: cuda}
-      {{- end }}
-      {{- if .Values.tls.enabled }}
-      - {name: QUIRE_WORKER_TLS_CERT, value: /run/secrets/tls/tls.crt}
-      - {name: QUIRE_WORKER_TLS_KEY, value: /run/secrets/tls/tls.key}
-      - {name: QUIRE_WORKER_TLS_CLIENT_CA, value: /run/secrets/tls/ca.crt}
-      {{- end }}
-      {{- with $values.env }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
+      {{- include "quire.env" (list . "quire.workerEnv" $values.env) | nindent 6 }}
     ports:
       - {name: grpc, containerPort: 50053}
       - {name: health, containerPort: 50060}
