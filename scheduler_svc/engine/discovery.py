@@ -17,7 +17,7 @@ from scheduler_svc.engine.engine import Engine, ModelGeometry
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
-from scheduler_svc.lane.worker_stream import LaneLost, WorkerInfo, WorkerStream
+from scheduler_svc.lane.worker_stream import LaneLost, OpeningRefused, WorkerInfo, WorkerStream
 from scheduler_svc.store.errors import PoolFault, StoreUnavailable, WrongStep
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
@@ -150,6 +150,10 @@ class Discovery:
                     logged = str(error)
                     write = log.info if isinstance(error, LaneLost) else log.warning
                     write("lane not open", address=address, why=logged)
+                    if isinstance(error, OpeningRefused):
+                        # Another scheduler may lead with the Redis that took this one's place,
+                        # while this one, cut off from its replicas, still takes writes.
+                        self._store.reopen()
             if self._is_wanted(address):
                 await asyncio.sleep(RETRY_S)
         self._engine.refused_workers.pop(address, None)

@@ -35,6 +35,10 @@ class WorkerSilent(LaneLost):
     """The worker sent nothing for too long: it may be dead, stopped or cut off."""
 
 
+class OpeningRefused(LaneLost):
+    """The worker has a leader with a higher epoch, or another version of the protocol."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """The fields of a worker's hello, under the same names."""
@@ -108,7 +112,8 @@ class WorkerStream:
 
     async def open(self, epoch: int, holder: bytes, shard: int = 0) -> WorkerInfo:
         """Open the lane under a shard's leadership and return the worker's hello, which it sends
-        after its running step. LaneLost without a hello."""
+        after its running step. LaneLost without a hello; OpeningRefused if it may not be opened by
+        this leader."""
         opening = worker_pb2.OpenLane(
             epoch=epoch,
             holder=holder,
@@ -123,7 +128,11 @@ class WorkerStream:
         except TimeoutError:
             raise LaneLost(f"no hello within {OPEN_TIMEOUT_S:g} s") from None
         except (CallEnded, OSError, TLSError) as error:
-            raise LaneLost(f"no hello: {error}") from error
+            is_refused = (
+                isinstance(error, CallEnded) and error.code is grpc.StatusCode.FAILED_PRECONDITION
+            )
+            kind = OpeningRefused if is_refused else LaneLost
+            raise kind(f"no hello: {error}") from error
         return WorkerInfo(**{x.name: getattr(hello, x.name) for x in fields(WorkerInfo)})
 
     def _make_call(self) -> StreamCall:

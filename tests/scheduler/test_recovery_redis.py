@@ -155,6 +155,28 @@ async def test_an_epoch_is_lost_with_redis_s_last_second(server, sockets):
         assert list(dict.fromkeys(epochs)) == [first.epoch, second.epoch, third.epoch]
 
 
+async def test_a_leader_at_a_primary_that_was_replaced_finds_the_new_one(
+    server, redis_server, redis_url, sockets
+):
+    """Cut off from its replicas and Sentinels, the old one takes writes as before."""
+    worker, primary = CheckingWorker(1), sockets / "primary.sock"
+    primary.symlink_to(server.socket_path)
+    async with running_stack(f"unix://{primary}", sockets, {"a": worker}, lease_s=0.6) as stack:
+        old = await stack.gateway()
+        received = await submitted(old, 1)
+        previous = stack.member
+        primary.unlink()
+        primary.symlink_to(redis_server.socket_path)
+        stack.start_scheduler()
+        new = await stack.gateway()
+        await until(lambda: old.lost is not None, "the end of the old stream")
+        await until(lambda: previous.is_standby, "a standby")
+        # The new one has none of it.
+        received.is_redelivered = True
+        await new.submit_again(received)
+        await all_are_whole(stack, new, worker)
+
+
 @pytest.mark.parametrize("command", ["scan", "script", "time", "info"])
 async def test_a_command_that_its_user_may_not_run_is_reported_until_it_may(
     server, sockets, command
