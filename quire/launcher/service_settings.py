@@ -97,7 +97,11 @@ class ServiceSetting:
 
     def check(self, text: str) -> str:
         """Return the text. ValueError if the service would refuse the value."""
-        kind: Any = Annotated[self.field.annotation, self.field]
+        # Not the field itself: it may have what pydantic warns of outside of a class.
+        constraints = self.field.metadata
+        kind: Any = self.field.annotation
+        if constraints:
+            kind = Annotated[(kind, *constraints)]
         try:
             TypeAdapter(kind).validate_python(text)
         except ValidationError as error:

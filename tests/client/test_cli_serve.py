@@ -1,7 +1,9 @@
 """The flags of `quire serve`. Starting it is tested with the launcher."""
 
+import contextlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 import typer
@@ -87,6 +89,14 @@ def test_a_wrong_flag_is_refused_before_anything_starts(arguments, message):
     assert message in result.stderr
 
 
+def test_values_of_flags_are_checked_without_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for setting in service_settings():
+            with contextlib.suppress(ValueError):
+                setting.check("4096")
+
+
 def test_a_number_of_workers_is_at_least_one():
     result = serve("--workers", "0")
     assert result.exit_code == 1
@@ -139,6 +149,7 @@ def test_other_commands_do_not_import_the_services():
 def test_a_missing_extra_is_named(arguments, message):
     script = f"""
 import sys
+import warnings
 packages = ("prometheus_client", "tokenizers", "redis", "torch", "httpx2", "huggingface_hub")
 sys.modules.update(dict.fromkeys(packages))
 from quire.cli import app
