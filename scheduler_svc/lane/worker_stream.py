@@ -14,7 +14,7 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.http2.call import StreamCall
 from quire.service.http2.call_status import CallEnded
-from quire.service.http2.connect import authority, connect
+from quire.service.http2.connect import authority, connect, find_obstacle
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, TLSError, open_aio_channel
 from scheduler_svc.ticks import sleep_ticks
@@ -95,7 +95,8 @@ class WorkerStream:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await channel.channel_ready()
             except TimeoutError:
-                raise LaneLost(f"{address} cannot be reached") from None
+                why = await find_obstacle(address, tls, host) or "no response in time"
+                raise LaneLost(f"{address} cannot be reached: {why}") from None
             stream = cls(channel, address, tls, host)
             try:
                 yield stream

@@ -2,25 +2,40 @@
 
 import asyncio
 import math
+import ssl
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from certificates import make_certificates
 
 from quire.internal.v1 import worker_pb2
+from quire.service.tls import TLS
 from scheduler_svc.lane import worker_stream
 from scheduler_svc.lane.worker_stream import LaneLost, WorkerSilent, WorkerStream
 
 
-async def reach() -> None:
-    async with WorkerStream.connected("unix:/nowhere.sock"):
+async def reach(
+    address: str = "unix:/nowhere.sock", tls: TLS | None = None, host: str | None = None
+) -> None:
+    async with WorkerStream.connected(address, tls, host):
         await asyncio.Event().wait()
 
 
-async def test_a_worker_that_cannot_be_reached_is_lost(monkeypatch):
+async def test_a_worker_that_cannot_be_reached_is_lost_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr("scheduler_svc.lane.worker_stream.OPEN_TIMEOUT_S", 0.01)
-    with pytest.raises(LaneLost, match="cannot be reached"):
+    with pytest.raises(LaneLost, match=r"cannot be reached: .*No such file"):
         await reach()
+    folder = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "worker.pem", folder / "worker-key.pem")
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", ssl=context)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(LaneLost, match=r"cannot be reached: .*not valid for 'elsewhere'"):
+            await reach(address, TLS(folder / "ca.pem"), "elsewhere")
+        with pytest.raises(LaneLost, match=r"cannot be reached: .*certificate verify failed"):
+            await reach(address, TLS(), "worker")
 
 
 async def test_a_cancellation_at_the_moment_of_the_connection_opens_no_lane(monkeypatch):

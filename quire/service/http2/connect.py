@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from quire.service.addresses import host
-from quire.service.tls import TLS
+from quire.service.addresses import CONNECT_TIMEOUT_S, host
+from quire.service.tls import TLS, TLSError
 
 _Protocol = TypeVar("_Protocol", bound=asyncio.BaseProtocol)
 _UNIX = "unix:"
@@ -30,6 +30,26 @@ async def connect(
         protocol, host(address), port, ssl=context, server_hostname=server_name
     )
     return connected
+
+
+async def find_obstacle(address: str, tls: TLS | None, name: str | None = None) -> str:
+    """Why no connection can be opened, which a channel of gRPC does not say; empty if one can. A
+    client's certificate that the server refuses is no obstacle yet."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await connect(_Closing, address, tls, name)
+    except TimeoutError:
+        return "no response"
+    except (OSError, TLSError) as error:
+        return str(error)
+    return ""
+
+
+class _Closing(asyncio.Protocol):
+    """Closes its connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 def authority(address: str) -> str:
