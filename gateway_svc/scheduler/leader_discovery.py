@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
-from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError
+from gateway_svc.scheduler.leader_stream import HandshakeFailedError, LeaderStream, NotLeadingError
 from quire.service.addresses import NameResolver, check_address
 
 log = structlog.get_logger()
@@ -105,7 +105,12 @@ class LeaderDiscovery:
                 # Logged when it changes, not at every attempt.
                 if str(error) != last_reason:
                     last_reason = str(error)
-                    log.info("not the leader", address=address, reason=last_reason)
+                    if isinstance(error, HandshakeFailedError):
+                        log.warning(
+                            "TLS with a scheduler fails", address=address, reason=last_reason
+                        )
+                    else:
+                        log.info("not the leader", address=address, reason=last_reason)
                 self._wake.set()
                 pause_s = backoff_s * random.uniform(0.5, 1)
                 if num_hurried == _MAX_HURRIED:

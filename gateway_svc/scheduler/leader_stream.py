@@ -1,6 +1,7 @@
 """One `Connect` stream to the leader of a shard."""
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Self
@@ -33,6 +34,10 @@ class NotLeadingError(Exception):
         super().__init__(reason)
         self.leader = leader
         self.num_shards = num_shards
+
+
+class HandshakeFailedError(NotLeadingError):
+    """The scheduler's certificate is not valid, or the gateway's files cannot be used."""
 
 
 class LeaderStream:
@@ -72,7 +77,9 @@ class LeaderStream:
                     raise NotLeadingError(f"no hello within {HELLO_TIMEOUT_S} s") from error
                 case DecodeError():
                     raise NotLeadingError(f"the first frame: {error}") from error
-                case OSError() | TLSError():
+                case ssl.SSLError() | TLSError():
+                    raise HandshakeFailedError(f"UNAVAILABLE: {error}") from error
+                case OSError():
                     raise NotLeadingError(f"UNAVAILABLE: {error}") from error
             raise
         return stream

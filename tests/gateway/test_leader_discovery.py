@@ -4,11 +4,12 @@ import asyncio
 from collections import Counter
 
 import pytest
+from structlog.testing import capture_logs
 from waiting import until
 
 from gateway_svc.scheduler import leader_discovery
 from gateway_svc.scheduler.leader_discovery import LeaderDiscovery
-from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError
+from gateway_svc.scheduler.leader_stream import HandshakeFailedError, LeaderStream, NotLeadingError
 
 ONE, TWO, OTHER = "unix:/one", "unix:/two", "unix:/other"
 
@@ -34,6 +35,20 @@ class Schedulers:
 
     async def find(self) -> str:
         return (await asyncio.wait_for(self.discovery.find(), 10)).address
+
+
+async def test_a_certificate_that_is_not_valid_is_a_warning() -> None:
+    async def connect(address: str) -> LeaderStream:
+        if address == TWO:
+            return LeaderStream(address)
+        raise HandshakeFailedError("certificate has expired")
+
+    discovery = LeaderDiscovery([TWO], connect)
+    discovery.suggest(ONE)
+    with capture_logs() as logs:
+        assert (await asyncio.wait_for(discovery.find(), 10)).address == TWO
+    assert {"address": ONE, "reason": "certificate has expired"}.items() <= logs[0].items()
+    assert (logs[0]["event"], logs[0]["log_level"]) == ("TLS with a scheduler fails", "warning")
 
 
 async def test_a_suggested_leader_is_tried_alone() -> None:

@@ -1,6 +1,7 @@
 """A gateway's stream to a scheduler, over real connections."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,15 +9,22 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import make_certificates
 from grpc import StatusCode
 
 from gateway_svc.scheduler import leader_stream
-from gateway_svc.scheduler.leader_stream import LeaderStream, NotLeadingError, metadata_of
+from gateway_svc.scheduler.leader_stream import (
+    HandshakeFailedError,
+    LeaderStream,
+    NotLeadingError,
+    metadata_of,
+)
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import abort, unavailable
 from quire.service.http2.call import KeepAlive
 from quire.service.http2.frames import DATA, END_HEADERS, HEADERS, SETTINGS, pack_frame
 from quire.service.http2.messages import pack_message
+from quire.service.tls import TLS
 
 HELLO = scheduler_pb2.ConnectResponse(epoch=7, hello=scheduler_pb2.SchedulerHello(ready=True))
 FRAME = scheduler_pb2.ConnectResponse(epoch=8)
@@ -44,6 +52,17 @@ async def scheduler(handler: _Handler, path: Path) -> AsyncIterator[str]:
 async def opened(address: str) -> LeaderStream:
     hello = scheduler_pb2.GatewayHello(protocol_version=3, shard=2)
     return await LeaderStream.open(address, hello, None, "")
+
+
+async def test_a_certificate_for_another_name_is_the_reason(tmp_path: Path) -> None:
+    folder = make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "scheduler.pem", folder / "scheduler-key.pem")
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", ssl=context) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        hello = scheduler_pb2.GatewayHello()
+        with pytest.raises(HandshakeFailedError, match="not valid for 'elsewhere'"):
+            await LeaderStream.open(address, hello, TLS(folder / "ca.pem"), "elsewhere")
 
 
 async def test_frames_are_delivered_in_order_from_the_first_one(sockets: Path) -> None:
