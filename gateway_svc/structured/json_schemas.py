@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
+from gateway_svc.structured.schema_merges import check_merged_patterns
 from gateway_svc.structured.schema_parts import document_parts, is_number, refused
 from gateway_svc.structured.schema_references import check_ids, check_references, check_targets
 from gateway_svc.structured.schema_values import prepare
@@ -31,6 +32,8 @@ FORM: Final = {
 OPTIONS: Final = "x-guidance"
 # Compiling takes 3 µs for each: a number's remainders are states of an automaton.
 _MAX_REMAINDERS: Final = 10_000
+# The library compares each pattern of an object with all others: 100 take up to 0.9 s.
+_MAX_PROPERTY_PATTERNS: Final = 100
 _Parts = list[tuple[str, dict[str, Any]]]
 
 
@@ -65,6 +68,8 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     _check_patterns(every)
     # Parts of `allOf` are merged, and so are their numbers.
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in every)
+    _check_property_patterns(every, merges)
+    check_merged_patterns(schema, by_path)
     _check_multiples(every, merges)
     _check_ranges(every, merges)
     return schema
@@ -94,6 +99,19 @@ def _check_patterns(found: _Parts) -> None:
             keyword,
             path,
             f"has too many quantifiers: the patterns of a schema may have {MAX_QUANTIFIERS}",
+        )
+
+
+def _check_property_patterns(found: _Parts, merges: bool) -> None:
+    patterns = [(len(_texts(part.get("patternProperties"))), path) for path, part in found]
+    numbers = [number for number, _ in patterns]
+    num_pairs = sum(numbers) ** 2 if merges else sum(number**2 for number in numbers)
+    if num_pairs > _MAX_PROPERTY_PATTERNS**2:
+        raise refused(
+            "patternProperties",
+            max(patterns)[1],
+            f"has too many patterns: an object may have {_MAX_PROPERTY_PATTERNS}, fewer with "
+            "others in the schema, and with allOf all objects together",
         )
 
 

@@ -27,6 +27,10 @@ VERSION_4_BOUND = {"exclusiveMaximum": True}
 NULL = {"type": "null"}
 # The library has no such number, and compiling the schema would end the process.
 OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}
+URI = {"type": "string", "format": "uri"}
+# Each is merged with the next one.
+CHAIN_OF_URIS = {str(at): {**URI, "$ref": f"#/$defs/{at + 1}"} for at in range(11)} | {"11": URI}
+MERGED = "merges too many patterns and formats: a value may have 10"
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +136,19 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             {"properties": {str(at): NULL for at in range(1000)}, "required": ["700"]},
             "properties at # has 700 optional properties in a row; at most 480",
         ),
+        ({"allOf": [{"pattern": f"a.{{9}}{at}.*"} for at in range(18)]}, f"allOf at # {MERGED}"),
+        ({"allOf": [{"properties": {"a": URI}}, {"items": URI}] * 11}, f"allOf at # {MERGED}"),
+        ({"allOf": [{"anyOf": [NULL, URI]}] * 11}, f"allOf at # {MERGED}"),
+        ({"$ref": "#/$defs/0", "$defs": CHAIN_OF_URIS}, f"$ref at # {MERGED}"),
+        ({"allOf": [{"$ref": "c"}] * 11, "$defs": {"x": {"$id": "c", **URI}}}, "allOf at # merges"),
+        (
+            {"type": "object", "patternProperties": {f"^k{at}$": {} for at in range(101)}},
+            "patternProperties at # has too many patterns: an object may have 100",
+        ),
+        (
+            {"allOf": [{"patternProperties": {f"^k{at}$": {}}} for at in range(101)]},
+            "patternProperties at #/allOf/",
+        ),
     ],
 )
 def test_a_refused_schema_names_its_keyword(
@@ -186,6 +203,9 @@ def test_what_is_no_schema_is_refused(
             "additionalProperties": False,
             "maxProperties": 1,
         },
+        # Many patterns, but few of one value.
+        {"allOf": [{"properties": {f"k{at}": URI}} for at in range(20)], "type": "object"},
+        {"type": "object", "patternProperties": {f"^k{at}$": NULL for at in range(100)}},
         {"type": "string", "pattern": r"^[^\n\"]{2}$"},
         {"type": "string", "pattern": r"^[^\\]{2}$"},
         {"type": "string", "pattern": r'^[^<>:"/\\|?*]{1,3}$'},

@@ -27,6 +27,10 @@ TOKENIZER = byte_level()
 SIZE = TOKENIZER.get_vocab_size()
 VOCABULARY = GrammarVocabulary.from_tokenizer(TOKENIZER, SIZE)
 FIELD = "sampling_params.structured_output"
+# Each terminal has those of the one before. The library needs gigabytes for a few more.
+INTERSECTION = "start: T17\nT0: /.*/\n" + "\n".join(
+    f"T{at + 1}: T{at} & /.*a{at}.*/" for at in range(17)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +170,7 @@ def test_numbers_that_the_library_reads_well_are_served(compiler: StructuredOutp
         (pb.StructuredOutput(regex="[a-z]?" * 999), "is refused: its regular expressions, with"),
         (pb.StructuredOutput(regex="a?" * 1001), "has 1001 quantifiers; at most 1000"),
         (pb.StructuredOutput(grammar=f"start: /{'(a|)' * 1001}/"), "has 1001 quantifiers"),
+        (pb.StructuredOutput(grammar=INTERSECTION), "has 9 operators & at T9, with those of the"),
         (pb.StructuredOutput(choice=pb.Texts()), "has no texts"),
         (pb.StructuredOutput(grammar="start: missing"), "missing"),
         (pb.StructuredOutput(grammar='begin: "a"'), "start"),
