@@ -189,3 +189,41 @@ async def test_a_large_body_is_converted_beside_the_event_loop(
     assert (status, error["param"], error["code"]) == (400, "logit_bias", "too_many_biases")
     assert threads
     assert threading.main_thread() not in threads
+
+
+async def test_json_that_is_nested_too_deeply_is_refused_by_name(http: Http) -> None:
+    """orjson reads 1,024 levels and writes 254."""
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    function = {"name": "f", "parameters": deep}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": deep}}
+    for path, field, change in (
+        (COMPLETION, "structured_outputs.json", {"structured_outputs": {"json": deep}}),
+        (
+            COMPLETION,
+            "structured_outputs.structural_tag",
+            {"structured_outputs": {"structural_tag": deep}},
+        ),
+        (
+            COMPLETION,
+            "response_format.format",
+            {"response_format": {"type": "structural_tag", "format": deep}},
+        ),
+        (CHAT, "response_format.json_schema.schema", {"response_format": schema}),
+        (
+            CHAT,
+            "tools[0].function.parameters",
+            {"tools": [{"type": "function", "function": function}]},
+        ),
+        (RESPONSE, "tools[0].parameters", {"tools": [{"type": "function", **function}]}),
+        (
+            RESPONSE,
+            "text.format.schema",
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": deep}}},
+        ),
+    ):
+        prompt = {COMPLETION: {"prompt": "x"}, CHAT: _message("x"), RESPONSE: {"input": "x"}}
+        status, error = await http.error(path, {**prompt[path], **change})
+        assert (status, error["param"], error["code"]) == (400, field, "too_deep")
+        assert error["message"] == f"{field}: is nested in more than 240 levels"

@@ -78,6 +78,8 @@ class FieldFailure:
             return invalid(field, "MISSING_FIELD", "is required")
         if self.kind == "unsupported":
             return invalid(field, "UNSUPPORTED_FIELD", self.errors[0]["msg"])
+        if self.kind == "too_deep":
+            return invalid(field, "TOO_DEEP", self.errors[0]["msg"])
         return invalid(field, "INVALID_FIELD", self._description())
 
     def _description(self) -> str:

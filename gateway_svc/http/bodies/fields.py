@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from google.protobuf import struct_pb2
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.service.errors import invalid
@@ -16,12 +16,28 @@ _MAX_DEPTH = 24
 # Each takes a byte at least in a message, and any such object may have at most 16 KiB. Protobuf's
 # library takes seconds for a million of them.
 _MAX_VALUES = 2**14
+# Of schemas and formats: orjson writes 254 levels, with those of a response around them.
+_MAX_JSON_DEPTH = 240
 
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 # Of a list with a million invalid entries only the first one is reported, in milliseconds.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+
+
+def check_depth(value: Any) -> Any:
+    """The value of a field, unless it is nested so deeply that it could not be written as JSON."""
+    level = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        level = _inner(level)
+        if not level:
+            return value
+    message = "is nested in more than {levels} levels"
+    raise PydanticCustomError("too_deep", message, {"levels": _MAX_JSON_DEPTH})
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
 
 
 class HttpRequest(BaseModel):
@@ -82,13 +98,19 @@ def _check_shape(field: str, values: dict[str, Any]) -> None:
                 "TOO_MANY_VALUES",
                 f"has more than {_MAX_VALUES} values, nested ones included",
             )
-        level = [
-            inner
-            for value in parents
-            for inner in (value.values() if isinstance(value, dict) else value)
-        ]
+        level = _inner(parents)
     if level:
         raise invalid(field, "TOO_DEEP", f"is nested in more than {_MAX_DEPTH} levels")
+
+
+def _inner(values: list[Any]) -> list[Any]:
+    """What is in the objects and arrays among the values."""
+    return [
+        inner
+        for value in values
+        if isinstance(value, dict | list)
+        for inner in (value.values() if isinstance(value, dict) else value)
+    ]
 
 
 # Builds the message of one prompt; the type depends on `stream`.

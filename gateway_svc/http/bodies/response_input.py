@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
-from gateway_svc.http.bodies.fields import HttpRequest, unsupported
+from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, unsupported
 from gateway_svc.http.bodies.tools import FunctionTool, ReasoningEffort
 from quire.v1 import conversation_pb2
 
@@ -70,7 +70,7 @@ class ResponseTool(HttpRequest):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     def to_proto(self) -> conversation_pb2.Tool:

@@ -3,15 +3,15 @@
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from gateway_svc.http.bodies.fields import HttpRequest, unsupported
+from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, check_depth, unsupported
 from quire.service.errors import invalid
 from quire.v1 import structured_output_pb2
 
 _MAX_NAME = 64
 # Booleans are schemas, too: of any value, and of none.
-JsonSchema = dict[str, Any] | bool
+JsonSchema = Annotated[dict[str, Any] | bool, AfterValidator(check_depth)]
 SchemaName = Annotated[str, Field(min_length=1, max_length=_MAX_NAME)]
 # Names of the HTTP API for the fields of the message, for errors.
 _FIELD = "structured_output"
@@ -53,9 +53,9 @@ class OutputFormat(HttpRequest):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    structures: list[dict[str, Any]] | None = None
+    structures: list[JsonObject] | None = None
     triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
 
     def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
         """None for text."""
@@ -90,7 +90,7 @@ class StructuredOutputs(HttpRequest):
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    structural_tag: str | JsonObject | None = None
     disable_fallback: unsupported(False) = None  # type: ignore[valid-type]
     disable_any_whitespace: unsupported(False) = None  # type: ignore[valid-type]
     disable_additional_properties: unsupported(False) = None  # type: ignore[valid-type]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.fields import HttpRequest
+from gateway_svc.http.bodies.fields import HttpRequest, JsonObject
 from quire.v1 import conversation_pb2
 
 MAX_TOOLS = 128
@@ -18,7 +18,7 @@ class FunctionTool(HttpRequest):
     name: str
     description: str | None = None
     # The JSON Schema of its arguments.
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     def to_proto(self) -> conversation_pb2.Tool:
