@@ -7,6 +7,8 @@ has an empty message.
 import math
 from collections.abc import Sequence
 
+from google.protobuf.wrappers_pb2 import FloatValue
+
 from gateway_svc.generation.field_checks import (
     check_at_most,
     check_length,
@@ -32,6 +34,8 @@ _WAITING_LOOKAHEAD = 1
 _ALLOWED = "sampling_params.allowed_token_ids.ids"
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
+# Logits that it divides or multiplies stay finite numbers.
+_REPETITION_PENALTIES = tuple(FloatValue(value=bound).value for bound in (1e-30, 1e30))
 _FORMAT = "sampling_params.structured_output"
 
 
@@ -44,6 +48,9 @@ def check(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     penalty = params.repetition_penalty
     if params.HasField("repetition_penalty") and not (math.isfinite(penalty) and penalty > 0):
         raise out_of_range("sampling_params.repetition_penalty", penalty, "above 0, and finite")
+    least, most = _REPETITION_PENALTIES
+    if params.HasField("repetition_penalty") and not least <= penalty <= most:
+        raise out_of_range("sampling_params.repetition_penalty", penalty, "1e-30 to 1e30")
     if params.HasField("typical_p") and not 0 < params.typical_p <= 1:
         raise out_of_range("sampling_params.typical_p", params.typical_p, "above 0 and at most 1")
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:

@@ -64,6 +64,11 @@ async def test_values_that_change_nothing_are_left_out(model: Model, params: dic
     assert (await logits_params.build(checked, model, LIMITS)).SerializeToString() == b""
 
 
+def test_the_ends_of_ranges_are_served() -> None:
+    for penalty in (1e-30, 1e30):
+        logits_params.check(pb.SamplingParams(repetition_penalty=penalty), LIMITS.vocab_size)
+
+
 async def test_every_value_reaches_the_worker(model: Model) -> None:
     params = pb.SamplingParams(
         presence_penalty=-2,
@@ -134,6 +139,8 @@ INVALID = {
     "repetition 0": ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
     "repetition negative": ({"repetition_penalty": -1}, "repetition_penalty", "above 0"),
     "repetition nan": ({"repetition_penalty": math.nan}, "repetition_penalty", "is nan"),
+    "repetition tiny": ({"repetition_penalty": 1e-45}, "repetition_penalty", "1e-30 to 1e30"),
+    "repetition huge": ({"repetition_penalty": 3e38}, "repetition_penalty", "1e-30 to 1e30"),
     "repetition inf": ({"repetition_penalty": math.inf}, "repetition_penalty", "finite"),
     "typical_p 0": ({"typical_p": 0}, "typical_p", "above 0 and at most 1"),
     "typical_p above 1": ({"typical_p": 1.0000001}, "typical_p", "is 1.0000001"),
