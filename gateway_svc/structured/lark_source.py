@@ -19,9 +19,12 @@ from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
 # Attributes of rules that the output follows.
 _ATTRIBUTES: Final = frozenset({"lazy", "suffix", "stop", "max_tokens"})
 _OPTIONS: Final = frozenset({"no_forcing", "allow_initial_skip"})
-# Of a terminal with those in it. The states of an automaton for n expressions that all have to
-# match are sets of theirs: 9 take up to 0.05 s, 12 a second, 24 gigabytes.
-_MAX_INTERSECTIONS: Final = 8
+# The library does not bound the states of what several expressions have to match at once: `&` of
+# two repetitions takes gigabytes. A single complement (`~`) is none, that of another one may be.
+_INTERSECTION: Final = {"&": 2, "~": 1}
+_MAX_COMPLEMENTS: Final = 1
+# Behind a `~` that stands for repetition.
+_COUNT: Final = re.compile(r"\s*\d")
 # More than any limit.
 _MANY: Final = 2**31
 _STRING: Final = r'"(?:\\.|[^"\\\n])*"'
@@ -49,7 +52,7 @@ class _Definition:
 
     is_terminal: bool = False
     num_quantifiers: int = 0
-    num_intersections: int = 0  # `&`
+    num_complements: int = 0  # as in _INTERSECTION
     may_be_empty: bool = False
     # It has texts or regular expressions of its own.
     has_texts: bool = False
@@ -151,6 +154,8 @@ class _Reader:
 
     def _add(self, token: re.Match[str]) -> None:
         current = self._current
+        if not _COUNT.match(self._grammar, token.end()):
+            current.num_complements += _INTERSECTION.get(token[0], 0)
         current.has_texts |= token["text"] is not None or token["regex"] is not None
         if token["name"] is not None:
             current.names.append(token["name"])
@@ -161,8 +166,6 @@ class _Reader:
         elif token["repeated"] is not None or token[0] == "[" or token["text"] == '""':
             current.num_quantifiers += 1
             current.may_be_empty |= token[0] != "+"
-        elif token[0] == "&":
-            current.num_intersections += 1
         elif token[0] in (")", "]"):
             self._end_of_option()
         elif token[0] == "|" and self._last in (":", "(", "[", "|"):
@@ -214,14 +217,14 @@ def _expanded(definitions: Mapping[str, _Definition]) -> Iterator[int]:
 
 
 def _check_intersections(definitions: Mapping[str, _Definition]) -> None:
-    own = {name: one.num_intersections for name, one in definitions.items()}
+    own = {name: one.num_complements for name, one in definitions.items()}
     totals: dict[str, int] = {}
     for name, one in definitions.items() if any(own.values()) else ():
         found = _total(name, definitions, own, totals) if one.is_terminal else own[name]
-        if found > _MAX_INTERSECTIONS:
+        if found > _MAX_COMPLEMENTS:
             raise FormatError(
-                f"has {found} operators & at {name}, with those of the terminals in it; at most "
-                f"{_MAX_INTERSECTIONS} are allowed"
+                f"has an operator & or several ~ at {name}, with those of the terminals in it; "
+                "intersections are not served"
             )
 
 
