@@ -7,6 +7,7 @@ them the library takes gigabytes before its own limit ends the work.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.schema_parts import (
     SCHEMAS,
     SCHEMAS_BY_NAME,
@@ -19,6 +20,8 @@ from gateway_svc.structured.schema_parts import (
 MAX_MERGED: Final = 10
 # What references lead to is found after a few rounds.
 _MAX_ROUNDS: Final = 20
+# Numbers of all schemas together, each time that they are counted: a tenth of a second of work.
+_MAX_COUNTED: Final = 2**17
 _ALTERNATIVES: Final = ("anyOf", "oneOf")
 # Keys of the counts of one schema beside the names of properties, which begin with a slash: of the
 # value itself, and of properties without a name or of items.
@@ -55,6 +58,8 @@ class _Merges:
         with_ids = [part for part in found if "$id" in part or "id" in part]
         self._addressed: dict[str, Any] = {"anyOf": with_ids}
         self._counts: dict[int, _Counts] = {}
+        self._most: dict[int, int] = {}
+        self._num_counted = 0
 
     def order(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
         """All schemas, each behind those that it consists of, unless they refer to each other."""
@@ -74,21 +79,24 @@ class _Merges:
         return ordered
 
     def count(self, ordered: list[dict[str, Any]]) -> bool:
-        """Count again; whether anything has changed."""
+        """Count again; whether anything has changed. FormatError if that takes too long."""
         changed = False
         for part in ordered:
             counts = self._counts_of(part)
+            # A reference alone shares what it leads to.
+            self._num_counted += 1 if len(part) == 1 and "$ref" in part else len(counts)
+            if self._num_counted > _MAX_COUNTED:
+                raise FormatError("merges too many properties that have patterns or formats")
             changed |= counts != self._counts.get(id(part))
-            self._counts[id(part)] = counts
+            self._counts[id(part)], self._most[id(part)] = counts, _most(counts)
         return changed
 
     def most(self, part: dict[str, Any]) -> int:
-        counts = self._counts.get(id(part), {})
-        others = counts.get(_OTHERS, 0)
-        named = max((value for key, value in counts.items() if key.startswith("/")), default=0)
-        return max(counts.get(_OWN, 0), named + others)
+        return self._most.get(id(part), 0)
 
     def _counts_of(self, part: dict[str, Any]) -> _Counts:
+        if len(part) == 1 and "$ref" in part:
+            return self._counts.get(next((id(inner) for _, inner in self._inner(part)), 0), {})
         counts = {_OWN: ("pattern" in part) + ("format" in part)}
         # Of alternatives only one is followed, and a property has one name.
         alternatives: dict[str, _Counts] = {}
@@ -101,7 +109,7 @@ class _Merges:
                 _raise(alternatives.setdefault("", {}), {keyword: self.most(inner)})
         for several in alternatives.values():
             _add(counts, several)
-        return counts
+        return {key: value for key, value in counts.items() if value}
 
     def _inner(self, part: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         """The schemas of a schema, each with the keyword whose schemas describe the same value, or
@@ -124,6 +132,12 @@ class _Merges:
                 for inner in value if isinstance(value, list) else [value]:
                     if isinstance(inner, dict):
                         yield keyword if same_value else _OTHERS, inner
+
+
+def _most(counts: Mapping[str, int]) -> int:
+    """Of the value, or of a property."""
+    named = max((value for key, value in counts.items() if key.startswith("/")), default=0)
+    return max(counts.get(_OWN, 0), named + counts.get(_OTHERS, 0))
 
 
 def _add(counts: _Counts, more: Mapping[str, int]) -> None:

@@ -30,6 +30,11 @@ OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}
 URI = {"type": "string", "format": "uri"}
 # Each is merged with the next one.
 CHAIN_OF_URIS = {str(at): {**URI, "$ref": f"#/$defs/{at + 1}"} for at in range(11)} | {"11": URI}
+# Counting what is merged would take seconds.
+WIDE_MERGES = {
+    "$defs": {"a": {"type": "object", "properties": {f"k{at}": URI for at in range(400)}}},
+    "prefixItems": [{"$ref": "#/$defs/a", "x": 1}] * 2000,
+}
 MERGED = "merges too many patterns and formats: a value may have 10"
 
 
@@ -166,6 +171,7 @@ def test_a_refused_schema_names_its_keyword(
         ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
         (f'{{"maximum": {10**400}}}', "is too large"),
         ('{"items": ' * 200 + "{}" + "}" * 200, "is nested too deeply"),
+        (json.dumps(WIDE_MERGES), "merges too many properties that have patterns or formats"),
         (r'{"const": "\ud800"}', "surrogate"),
         (r'{"properties": {"\udfff": {}}}', "surrogate"),
     ],
