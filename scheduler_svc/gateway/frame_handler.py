@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 
 from grpc import StatusCode
 
@@ -17,6 +18,7 @@ from scheduler_svc.gateway.connection import GatewayConnection, leadership_ended
 from scheduler_svc.gateway.orphans import Orphans
 from scheduler_svc.gateway.submissions import Submissions, other_shard
 from scheduler_svc.leadership.lease import Lease
+from scheduler_svc.store.errors import StoreError
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.store.store import Store
 from scheduler_svc.tracing import request_phases
@@ -200,7 +202,7 @@ class FrameHandler:
         connection.send_cancellation_result(cancellation.tag, self._cancel(target))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_unless_lost(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -217,6 +219,13 @@ class FrameHandler:
             return False
         self._engine.cancel(group)
         return True
+
+
+async def _unless_lost(work: Coroutine[None, None, None]) -> None:
+    """Find out what a gateway asks. Without leadership there is no response: the term ends, and
+    the gateway asks the next leader."""
+    with suppress(StoreError):
+        await work
 
 
 def _check_version(frame: scheduler_pb2.ConnectRequest) -> None:

@@ -1,9 +1,11 @@
 """Several shards, led by schedulers in one process, with a worker each."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -29,6 +31,7 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.participation import Participation
+from scheduler_svc.store.errors import LeadershipLost
 from scheduler_svc.store.keys import ClusterKeys
 
 NUM_SHARDS = 4
@@ -456,6 +459,28 @@ async def test_requests_are_looked_up_by_their_ids(stack: Stack) -> None:
     await until(lambda: len(gateway.found) == 3, "the results")
     assert gateway.found == {0: True, 1: True, 2: False}
     await gateway.cancel(2)
+
+
+async def test_questions_that_find_leadership_lost_leave_no_traceback(stack: Stack) -> None:
+    asked = []
+
+    async def lost() -> None:
+        asked.append(True)
+        raise LeadershipLost("Redis has none")
+
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    gateway = await stack.gateway()
+    handler = stack.member.term.handler
+    handler.set_take_moved(lost)
+    key = scheduler_pb2.RequestKey(request_id="none")
+    await gateway.send(
+        lookups=[scheduler_pb2.Lookup(tag=1, request=key)],
+        cancellations=[scheduler_pb2.Cancellation(tag=2, request=key)],
+    )
+    await until(lambda: len(asked) == 2 and not handler._tasks, "the end of both questions")
+    gc.collect()
+    assert not unhandled
 
 
 async def test_a_worker_serves_one_shard_at_a_time(redis_url: str, sockets: Path) -> None:
