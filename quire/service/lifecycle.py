@@ -1,6 +1,7 @@
 """Starts a service's server, and drains and stops it on signals."""
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import (
     AsyncIterable,
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -120,7 +122,8 @@ async def _only(
 
 
 def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
-    """List and serve reflection as v1 and v1alpha. Only v1alpha has a descriptor."""
+    """List and serve reflection as v1 and v1alpha."""
+    _describe_stable_reflection()
     servicer = _Reflection((*services, reflection.SERVICE_NAME, _STABLE_REFLECTION))
     # Without a deserializer gRPC passes the bytes to the method.
     method: Any = grpc.stream_stream_rpc_method_handler(
@@ -130,3 +133,16 @@ def _add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
     for name in (reflection.SERVICE_NAME, _STABLE_REFLECTION):
         handler = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
         server.add_generic_rpc_handlers((handler,))
+
+
+def _describe_stable_reflection() -> None:
+    """Add the descriptor of v1, which grpcio-reflection does not have: clients that ask for every
+    service that is listed would fail. It differs from that of v1alpha in names alone."""
+    pool = descriptor_pool.Default()
+    with contextlib.suppress(KeyError):
+        pool.FindServiceByName(_STABLE_REFLECTION)
+        return
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    text = text_format.MessageToString(file).replace("v1alpha", "v1")
+    pool.Add(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()))

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN, FakeScheduler
 from gateway_stack import Stack
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -35,6 +36,12 @@ async def test_reflection_lists_every_service(stack: Stack) -> None:
         names = {service.name for service in response.list_services_response.service}
     assert {*SERVICES, "grpc.health.v1.Health"} <= names
     assert {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")} <= names
+    for name in names:
+        # Clients such as `buf curl --list-methods` ask for each of them, and fail without one.
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+        async for response in reflection.ServerReflectionInfo(iter([request])):
+            files = response.file_descriptor_response.file_descriptor_proto
+            assert FileDescriptorProto.FromString(files[0]).package == name.rpartition(".")[0]
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
