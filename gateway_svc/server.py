@@ -78,8 +78,7 @@ class Gateway:
         # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
         self._metrics = GatewayMetrics(settings.objectives)
-        # Why the scheduler cannot be used, or None. Published by a separate task, as the health
-        # servicer may block on its watchers, and the connections must not.
+        # Why the scheduler cannot be used, or None. A task publishes it, after the connections.
         self._scheduler_states = asyncio.Queue[str | None]()
         self.scheduler = Shards(
             settings.scheduler_addresses,

@@ -4,12 +4,12 @@
 each gRPC service has the same status. A check's own name is UNKNOWN until the check has run.
 """
 
+import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
-from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.http2.limits import Limits
@@ -18,25 +18,55 @@ from quire.service.http2.server import Server
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.UNKNOWN
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 READY = "ready"
 
+Context = grpc.aio.ServicerContext[Any, Any]
+# A value of ServingStatus.
+Status: TypeAlias = int
 
-class ListingHealthServicer(health.aio.HealthServicer):
-    """Adds List, for the given names, to the library's servicer, which has Check and Watch."""
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """The status of names. The library's own servicer holds a lock while it writes to a watcher, so
+    that a client that does not read keeps a status from changing; and it has no List."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self._names = tuple(names)
+        """`names` are listed."""
+        self.names = tuple(names)
+        self._statuses: dict[str, Status] = {}
+        # Set, and replaced, at every change of any status.
+        self._changed = asyncio.Event()
 
-    async def List(  # noqa: N802
-        self, request: Message, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Message:
+    def set(self, name: str, status: Status) -> None:
+        self._statuses[name] = status
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802
+        """Convert a HealthCheckRequest to a HealthCheckResponse."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: Any, context: Context) -> Any:  # noqa: N802
         """Convert a HealthListRequest to a HealthListResponse."""
-        requests = {name: health_pb2.HealthCheckRequest(service=name) for name in self._names}
-        statuses = {name: await self.Check(check, context) for name, check in requests.items()}
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=self._statuses[name]) for name in self.names
+        }
         # The published type stubs are older than this message.
-        response: Message = health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
-        return response
+        return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
+
+    async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
+        """Write a HealthCheckResponse now and at every change, until the client ends the call."""
+        last = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _SERVICE_UNKNOWN)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            await changed.wait()
 
 
 class Health:
@@ -46,7 +76,7 @@ class Health:
         self._failing = dict.fromkeys(checks, "not checked yet")
         self._is_stopping = False
         self._names = (READY, *services)
-        self.servicer = ListingHealthServicer(("", *self._failing, *self._names))
+        self.servicer = HealthServicer(("", *self._failing, *self._names))
         # Serves health alone; None without a second address.
         self._own_server: Server | None = None
 
@@ -62,9 +92,9 @@ class Health:
 
     async def start(self) -> None:
         """Set the status of every name. Call it before the server starts."""
-        await self.servicer.set("", _SERVING)
+        self._set("", _SERVING)
         for check in self._failing:
-            await self.servicer.set(check, _UNKNOWN)
+            self._set(check, _UNKNOWN)
         await self._publish()
 
     async def listen(self, address: str) -> None:
@@ -76,18 +106,19 @@ class Health:
 
     async def passed(self, check: str) -> None:
         self._failing.pop(check, None)
-        await self.servicer.set(check, _SERVING)
+        self._set(check, _SERVING)
         await self._publish()
 
     async def failed(self, check: str, why: str) -> None:
         self._failing[check] = why
-        await self.servicer.set(check, _NOT_SERVING)
+        self._set(check, _NOT_SERVING)
         await self._publish()
 
     async def stopping(self) -> None:
         """Report NOT_SERVING for every name from now on."""
         self._is_stopping = True
-        await self.servicer.enter_graceful_shutdown()
+        for name in self.servicer.names:
+            self._set(name, _NOT_SERVING)
 
     async def close(self) -> None:
         """Stop the server of the second address."""
@@ -97,4 +128,7 @@ class Health:
     async def _publish(self) -> None:
         status = _SERVING if self.ready else _NOT_SERVING
         for name in self._names:
-            await self.servicer.set(name, status)
+            self._set(name, status)
+
+    def _set(self, name: str, status: Status) -> None:
+        self.servicer.set(name, _NOT_SERVING if self._is_stopping else status)

@@ -1,4 +1,6 @@
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -45,6 +47,33 @@ async def test_health_is_listed(address: str, health: Health) -> None:
         assert await listed() == dict.fromkeys(names, serving)
         await health.stopping()
         assert await listed() == dict.fromkeys(names, not_serving)
+
+
+async def test_a_watcher_that_does_not_read_keeps_nothing_from_changing(
+    address: str, health: Health
+) -> None:
+    class Unread:
+        async def write(self, response: object) -> None:
+            await asyncio.Event().wait()
+
+    request = health_pb2.HealthCheckRequest(service="ready")
+    unread: Any = Unread()
+    blocked = asyncio.create_task(health.servicer.Watch(request, unread))
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(5):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(request)
+        statuses = [(await watch.read()).status]
+        await health.passed("redis")
+        await health.passed("worker")
+        statuses.append((await watch.read()).status)
+        await health.stopping()
+        statuses.append((await watch.read()).status)
+        watch.cancel()
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.ServingStatus.Value(name)
+        for name in ("SERVING", "NOT_SERVING")
+    )
+    assert statuses == [not_serving, serving, not_serving]
+    blocked.cancel()
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
