@@ -46,8 +46,8 @@ class GenerationRoutes:
         router.post(
             "/v1/chat/completions", openapi_extra=documented(ChatRequest), tags=["generation"]
         )(self.create_chat_completion)
-        router.get("/v1/requests/{request_id}/events", tags=["requests"])(self.request_events)
-        router.delete("/v1/requests/{request_id}", status_code=204, tags=["requests"])(
+        router.get("/v1/requests/{request_id:path}/events", tags=["requests"])(self.request_events)
+        router.delete("/v1/requests/{request_id:path}", status_code=204, tags=["requests"])(
             self.cancel_request
         )
         return router

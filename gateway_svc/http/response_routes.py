@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import grpc
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.generation import Generation
@@ -54,8 +54,10 @@ class ResponseRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(default_response_class=Response, tags=["responses"])
         router.post("/v1/responses", openapi_extra=documented(ResponseRequest))(self.create)
-        router.get("/v1/responses/{response_id}")(self.retrieve)
-        router.post("/v1/responses/{response_id}/cancel")(self.cancel)
+        # An id may have slashes, but this is a path of OpenAI's that is not served.
+        router.get("/v1/responses/{response_id:path}/input_items", include_in_schema=False)(_absent)
+        router.get("/v1/responses/{response_id:path}")(self.retrieve)
+        router.post("/v1/responses/{response_id:path}/cancel")(self.cancel)
         return router
 
     async def create(self, request: Request) -> Response:
@@ -198,6 +200,10 @@ def _ended_object(request_id: str, error: EndedError) -> dict[str, Any]:
     if state.http.format != gateway_pb2.FORMAT_RESPONSE:
         raise _unknown(_PREFIX + request_id)
     return ended_response(request_id, state.http, error)
+
+
+async def _absent() -> None:
+    raise HTTPException(404)
 
 
 def _request_id(response_id: str) -> str:

@@ -173,6 +173,30 @@ async def test_a_request_is_cancelled_by_its_id(http: Http) -> None:
     assert response.json()["error"]["code"] == "unknown_request"
 
 
+async def test_ids_with_slashes_are_in_paths(http: Http) -> None:
+    """Ids of gRPC and of the headers may have them; clients encode them, or not."""
+    scheduler = http.stack.scheduler
+    deleting = asyncio.create_task(http.client.delete("/v1/requests/a%2Fb"))
+    cancellation = await scheduler.cancellations.get()
+    assert cancellation.request.request_id == "a/b"
+    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
+    scheduler.send(cancellation_results=[result])
+    assert (await deleting).status_code == 204
+    for request in (
+        http.client.get("/v1/requests/a/b/events"),
+        http.client.get("/v1/responses/resp_a%2Fb"),
+        http.client.post("/v1/responses/resp_a/b/cancel"),
+    ):
+        asking = asyncio.create_task(request)
+        attachment = await scheduler.attachments.get()
+        assert attachment.request_id == "a/b"
+        scheduler.fail(attachment, grpc.StatusCode.NOT_FOUND)
+        assert (await asking).status_code == 404
+    # Neither is it taken for an id.
+    response = await http.client.get("/v1/responses/resp_r/input_items")
+    assert response.json()["error"]["message"].endswith("/input_items: Not Found")
+
+
 async def test_an_error_after_the_start_is_an_event(http: Http) -> None:
     async with http.stream("/v1/completions", {"prompt": "The", "stream": True}) as events:
         sent = await http.submission()
