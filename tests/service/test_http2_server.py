@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc
+import httpx2
 import pytest
 import uvloop
 from certificates import make_certificates
@@ -524,6 +525,17 @@ async def test_garbage_closes_its_connection_alone(garbage: bytes) -> None:
         assert await call.read() == b"y"
 
 
+async def test_clients_of_http1_get_what_is_served_as_text() -> None:
+    """OpenAI's client with the gRPC address, say, and gRPC-Web."""
+    async with serving() as stack:
+        url = f"http://{stack.address}/v1/completions"
+        async with httpx2.AsyncClient() as client:
+            for content in (b"{}", b" " * 2**20):
+                response = await client.post(url, content=content)
+                assert response.status_code == 400
+                assert "gRPC over HTTP/2" in response.text
+
+
 async def test_files_may_be_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     async with serving() as stack:
@@ -538,8 +550,9 @@ async def test_connections_beyond_the_limit_are_refused(capsys) -> None:
         await call.write(b"x")
         await call.read()
         others = [await stack.connect() for _ in range(2)]
-        for reader, _ in others:
+        for reader, writer in others:
             # What the server sends first.
+            writer.write(frames.PREFACE)
             await reader.readexactly(frames.HEADER.size)
         for _ in range(2):
             reader, writer = await stack.connect()
@@ -557,6 +570,7 @@ async def test_connections_beyond_the_limit_are_refused(capsys) -> None:
             while not is_served:
                 reader, writer = await stack.connect()
                 opened.callback(writer.close)
+                writer.write(frames.PREFACE)
                 with contextlib.suppress(ConnectionError):
                     is_served = bool(await reader.read(1))
 

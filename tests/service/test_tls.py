@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2 import frames
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
@@ -174,6 +175,7 @@ async def test_a_resumed_session_of_a_removed_authority_is_refused(
                 socket.create_connection((host, int(port)), timeout=10) as plain,
                 context.wrap_socket(plain, server_hostname="gateway", session=session) as secure,
             ):
+                secure.sendall(frames.PREFACE)
                 return secure.session if secure.recv(1) else None
         except OSError:
             return None

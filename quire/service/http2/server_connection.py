@@ -10,19 +10,18 @@ from typing import Final, cast
 import structlog
 from grpc import StatusCode
 
-from quire.service.http2 import frames
+from quire.service.http2 import frames, greeting
 from quire.service.http2.empty_frames import EmptyFrames
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
+from quire.service.http2.greeting import MAX_FRAME_BYTES
 from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
 from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
-from quire.service.http2.server_call import INITIAL_WINDOW, FindHandler, ServerCall
+from quire.service.http2.server_call import FindHandler, ServerCall
 from quire.service.http2.unread import UnreadBytes
 
 log = structlog.get_logger()
 
-# Of a frame, which counts among the unread bytes when it is complete.
-_MAX_FRAME_BYTES: Final = 2**16
 # Received bytes after which the connection's window is raised to its maximum again. Windows of
 # streams bound what is received.
 _WINDOW_STEP: Final = 2**24
@@ -61,13 +60,13 @@ class ServerConnection(asyncio.Protocol):
         self._on_opened, self._on_closed = on_opened, on_closed
         # What is missing of the preface.
         self._preface = frames.PREFACE
-        self._frames = FrameReader(_MAX_FRAME_BYTES)
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._headers = HeaderBlocks()
         self._num_received = 0
         self._last_stream = 0
         self._calls: dict[int, ServerCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closing = self._is_lost = False
+        self._is_closing = self._is_lost = self._has_greeted = False
         # Whether received frames wait for the next time slice.
         self._is_waiting = False
         self._empty_frames = EmptyFrames(limits.max_calls)
@@ -87,6 +86,7 @@ class ServerConnection(asyncio.Protocol):
         """Accept no further calls, and close the connection when those in progress have ended."""
         if not self._is_closing:
             self._is_closing = True
+            self._greet()
             self._output.write(frames.pack_goaway(self._last_stream, frames.NO_ERROR))
             self._close_if_idle()
 
@@ -94,6 +94,7 @@ class ServerConnection(asyncio.Protocol):
         """Name the end to the client, and drain when it has responded: calls that it sends before
         are served."""
         if not self._is_closing:
+            self._greet()
             ping = frames.pack_frame(frames.PING, 0, 0, _LAST_PING)
             self._output.write(frames.pack_goaway(frames.MAX_STREAM, frames.NO_ERROR) + ping)
             self._retire_at(PING_TIMEOUT_S, self.drain)
@@ -109,16 +110,6 @@ class ServerConnection(asyncio.Protocol):
         # Transports of uvloop have the methods, not the class.
         self._transport = cast(asyncio.Transport, transport)
         self._output = Output(self._transport)
-        settings = {
-            frames.MAX_CONCURRENT_STREAMS: self._limits.max_calls,
-            frames.INITIAL_WINDOW_SIZE: INITIAL_WINDOW,
-            frames.MAX_FRAME_SIZE: _MAX_FRAME_BYTES,
-            frames.MAX_HEADER_LIST_SIZE: MAX_HEADERS_BYTES,
-        }
-        self._output.write(
-            frames.pack_settings(settings)
-            + frames.pack_window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
-        )
         self._last_received_at = asyncio.get_running_loop().time()
         self._watch()
         if (age_s := self._limits.max_age_s) is not None:
@@ -145,6 +136,8 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._preface:
+            if self._is_closing:
+                return
             try:
                 data = self._receive_preface(data)
             except ProtocolError as error:
@@ -177,17 +170,33 @@ class ServerConnection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
+    def _greet(self) -> None:
+        """Send the settings, once, and not to clients of HTTP/1: they could read nothing more."""
+        if not self._has_greeted:
+            self._has_greeted = True
+            self._output.write(greeting.settings(self._limits))
+
     # Its end
 
     def _refuse(self, why: ProtocolError) -> None:
         if self._transport.is_closing():
             return
-        peer = self._transport.get_extra_info("peername") or "a unix socket"
-        log.info("a connection was refused", peer=str(peer), reason=str(why))
+        self._log_refusal(str(why))
         self._is_closing = True
+        self._greet()
         self._output.write(frames.pack_goaway(self._last_stream, why.goaway_code))
         self._output.flush()
         self._transport.close()
+
+    def _log_refusal(self, reason: str) -> None:
+        peer = self._transport.get_extra_info("peername") or "a unix socket"
+        log.info("a connection was refused", peer=str(peer), reason=reason)
+
+    def _refuse_http1(self, response: bytes) -> None:
+        self._log_refusal("it speaks HTTP/1")
+        self._has_greeted = self._is_closing = True
+        self._output.write(response)
+        self._close_if_idle()
 
     def _report_if_closed(self) -> None:
         if self._is_lost and not self._tasks:
@@ -228,7 +237,11 @@ class ServerConnection(asyncio.Protocol):
         """Return what follows the preface. ProtocolError for anything else."""
         part = data[: len(self._preface)]
         if not self._preface.startswith(part):
+            if response := greeting.response_to(data):
+                self._refuse_http1(response)
+                return b""
             raise ProtocolError("it does not speak HTTP/2")
+        self._greet()
         self._preface = self._preface[len(part) :]
         return data[len(part) :]
 
