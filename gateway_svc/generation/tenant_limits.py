@@ -29,7 +29,7 @@ def check_request(request: GenerationRequest, tenant: Tenant) -> None:
         raise invalid(
             "sampling_params.max_tokens",
             "TOO_MANY_OUTPUT_TOKENS",
-            f"is {params.max_tokens or 1} for each of n = {num_choices} choices; this API key's "
+            f"is {params.max_tokens or 1} for each of {num_choices} choices; this API key's "
             f"tenant may use {limits.output_tokens} output tokens per request",
         )
 

@@ -29,6 +29,7 @@ from quire.service.channels import channel_options
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import model_pb2, tokenizer_pb2
+from quire.v1.beam_search_pb2 import BeamSearchRequest
 
 SettingsFor = Callable[..., GatewaySettings]
 LIMITS = """
@@ -188,6 +189,16 @@ async def test_requests_beyond_a_tenants_limits_are_refused(
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert message.startswith(f"{field}: ")
     assert allowed in message
+
+
+async def test_a_beam_search_beyond_a_tenants_limit_names_its_own_fields(
+    guarded: Stack, keys: Keys
+) -> None:
+    request = BeamSearchRequest(text="The", params={"beam_width": 3, "max_tokens": 5})
+    call = guarded.beam_search.BeamSearch(request, metadata=keys.metadata(keys.alpha))
+    code, _, message = await refusal(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("params.max_tokens: is 5 for each of 3 choices;")
 
 
 async def test_resume_and_cancel_concern_the_tenants_own_requests(

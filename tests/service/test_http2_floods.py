@@ -196,6 +196,11 @@ async def test_a_compressed_message_that_is_not_read(
     fields = peer.fields(refusal)
     assert fields["grpc-status"] == status
     assert fields["grpc-accept-encoding"] == "identity,gzip,deflate"
+    if encoding.get("grpc-encoding", "br") == "br":
+        name = encoding.get("grpc-encoding", "identity")
+        assert fields["grpc-message"].endswith(
+            f"grpc-encoding is {name}, accepted: identity,gzip,deflate"
+        )
     assert reset.kind == frames.RST_STREAM
     assert not peer.transport.is_closed
 

@@ -38,8 +38,9 @@ _RESPONSE: Final = [
     ("grpc-accept-encoding", ACCEPTED),
 ]
 
-# Characters of the path of an unknown method that its refusal repeats.
+# Characters that a refusal repeats: of the path of an unknown method, and of a compression's name.
 _MAX_PATH_CHARS: Final = 200
+_MAX_NAME_CHARS: Final = 40
 
 # Generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -311,8 +312,14 @@ class ServerCall:
         try:
             is_complete = self._messages.has_next()
         except MessageRefused as error:
-            is_named = self._encoding != "identity" or error.code is not StatusCode.UNIMPLEMENTED
-            self.fail(error.code if is_named else StatusCode.INTERNAL, f"SERVER: {error}")
+            code, why = error.code, f"SERVER: {error}"
+            if code is StatusCode.UNIMPLEMENTED:
+                why += (
+                    f"; grpc-encoding is {self._encoding[:_MAX_NAME_CHARS]}, accepted: {ACCEPTED}"
+                )
+                if self._encoding == "identity":
+                    code = StatusCode.INTERNAL
+            self.fail(code, why)
             return
         if is_complete:
             self._changed.set()
