@@ -41,6 +41,34 @@ async def test_frames_in_wait_are_dropped_with_their_connection(peer: Peer, monk
     assert len(await peer.received()) == 1
 
 
+async def test_others_are_served_while_the_calls_of_a_lost_connection_end(
+    peer: Peer, monkeypatch
+) -> None:
+    """A client may have thousands."""
+    monkeypatch.setattr("quire.service.http2.ended_connections._MAX_SLICE_S", 0.0)
+    num_held, num_steps = 0, 0
+
+    async def hold(requests: AsyncIterator[bytes], context: Any) -> None:
+        nonlocal num_held
+        num_held += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            num_held -= 1
+
+    peer.handlers["/a.B/Hold"] = grpc.stream_stream_rpc_method_handler(hold, bytes, bytes)
+    peer.send(*(peer.headers(1 + 2 * number, path="/a.B/Hold") for number in range(10)))
+    await peer.received()
+    assert num_held == 10
+    peer.connection.connection_lost(None)
+    while not peer.is_gone.is_set():
+        num_before = num_held
+        await asyncio.sleep(0)
+        assert num_before - num_held <= 1
+        num_steps += 1
+    assert (num_held, num_steps > 10) == (0, True)
+
+
 def _resets(peer: Peer, number: int) -> bytes:
     """A call that is cancelled at once."""
     return peer.headers(1 + 2 * number) + frames.pack_reset(1 + 2 * number, frames.CANCEL)

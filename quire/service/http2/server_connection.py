@@ -12,6 +12,7 @@ from grpc import StatusCode
 
 from quire.service.http2 import frames, greeting
 from quire.service.http2.empty_frames import EmptyFrames
+from quire.service.http2.ended_connections import reset_calls
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.greeting import MAX_FRAME_BYTES
 from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
@@ -122,9 +123,8 @@ class ServerConnection(asyncio.Protocol):
         for timer in (self._timer, self._retirement):
             if timer is not None:
                 timer.cancel()
-        for call in list(self._calls.values()):
-            call.reset()
         self._is_lost = True
+        reset_calls(self._calls)
         self._report_if_closed()
 
     def pause_writing(self) -> None:
