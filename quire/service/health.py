@@ -5,6 +5,7 @@ each gRPC service has the same status. A check's own name is UNKNOWN until the c
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
+from quire.service.errors import abort, failed
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 
@@ -19,7 +21,10 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.UNKNOWN
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 READY = "ready"
+# Of a connection at once. They need no API key, and cost memory and time at every change.
+_MAX_WATCHES = 100
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # A value of ServingStatus.
@@ -36,6 +41,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._statuses: dict[str, Status] = {}
         # Set, and replaced, at every change of any status.
         self._changed = asyncio.Event()
+        # By the client's connection.
+        self._num_watches = Counter[str]()
 
     def set(self, name: str, status: Status) -> None:
         self._statuses[name] = status
@@ -59,10 +66,23 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: Any, context: Context) -> None:  # noqa: N802
         """Write a HealthCheckResponse now and at every change, until the client ends the call."""
+        peer = context.peer()
+        if self._num_watches[peer] >= _MAX_WATCHES:
+            message = f"a connection may have {_MAX_WATCHES} watches; one is enough for each name"
+            await abort(context, failed(_EXHAUSTED, "TOO_MANY_WATCHES", message))
+        self._num_watches[peer] += 1
+        try:
+            await self._watch(request.service, context)
+        finally:
+            self._num_watches[peer] -= 1
+            if not self._num_watches[peer]:
+                del self._num_watches[peer]
+
+    async def _watch(self, name: str, context: Context) -> None:
         last = None
         while True:
             changed = self._changed
-            status = self._statuses.get(request.service, _SERVICE_UNKNOWN)
+            status = self._statuses.get(name, _SERVICE_UNKNOWN)
             if status != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last = status

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -53,6 +54,9 @@ async def test_a_watcher_that_does_not_read_keeps_nothing_from_changing(
     address: str, health: Health
 ) -> None:
     class Unread:
+        def peer(self) -> str:
+            return "other"
+
         async def write(self, response: object) -> None:
             await asyncio.Event().wait()
 
@@ -74,6 +78,28 @@ async def test_a_watcher_that_does_not_read_keeps_nothing_from_changing(
     )
     assert statuses == [not_serving, serving, not_serving]
     blocked.cancel()
+
+
+async def test_the_watches_of_a_connection_are_limited(address: str) -> None:
+    request = health_pb2.HealthCheckRequest(service="ready")
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        grpc.aio.insecure_channel(address, own) as channel,
+        grpc.aio.insecure_channel(address, own) as other,
+    ):
+        watches = [health_pb2_grpc.HealthStub(channel).Watch(request) for _ in range(100)]
+        for watch in watches:
+            assert (await watch.read()).status
+        with pytest.raises(grpc.aio.AioRpcError, match="100 watches") as refused:
+            await health_pb2_grpc.HealthStub(channel).Watch(request).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await health_pb2_grpc.HealthStub(other).Watch(request).read()).status
+        watches[0].cancel()
+        async with asyncio.timeout(5):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await health_pb2_grpc.HealthStub(channel).Watch(request).read()
+                    break
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -33,6 +33,8 @@ class Output:
         self.frame_size = frames.DEFAULT_FRAME_SIZE
         # Whether the socket takes no more now.
         self.is_paused = False
+        # Of this connection alone; those of unix sockets have no addresses.
+        self.peer = str(transport.get_extra_info("peername") or f"unix:{id(self)}")
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         # Frames of this iteration of the loop.

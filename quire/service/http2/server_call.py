@@ -156,6 +156,10 @@ class ServerCall:
             return None
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
+    def peer(self) -> str:
+        """Stands for the client's connection."""
+        return self._output.peer
+
     def code(self) -> StatusCode | None:
         """The status of the call; None until its end."""
         return self._code
