@@ -86,8 +86,6 @@ class Choice:
         self.num_tokens = 0
         # The stop string that was found; nothing is emitted after it.
         self.stop_string: str | None = None
-        # The text that the client had before the first update.
-        self.received_text = ""
         # None until the choice has ended.
         self.end: ChoiceEnd | None = None
         self._is_ended_by_call = False
@@ -176,8 +174,6 @@ class Choice:
                 )
             if is_new:
                 texts.append(text)
-            else:
-                self.received_text += text
         return texts
 
     def _split_token_ids(self, token_ids: Sequence[int], is_each: bool) -> Iterator[Sequence[int]]:
