@@ -240,11 +240,11 @@ class LogitsPipeline:
         """The failure of a row that a processor has not admitted. An own processor's arguments are
         the only part of a request that it reads, so they are at fault."""
         name = self._own_names.get(index)
-        if name is None or name not in params.processor_args:
-            if isinstance(error, LogitsError):
-                return error.failure
-            return _unexpected(self._processors[index], error)
         is_expected = isinstance(error, LogitsError)
+        if name is None or name not in params.processor_args:
+            if is_expected:
+                return RowFailure(str(error))
+            return _unexpected(self._processors[index], error)
         reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
         log.warning("a logits processor refuses its arguments", processor=name, exc_info=error)
         return RowFailure(

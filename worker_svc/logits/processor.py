@@ -10,18 +10,13 @@ from torch import Tensor
 
 from kernels.dispatch import Implementation
 from worker_svc.grammar.compiler import GrammarCompiler
-from worker_svc.plan.failures import InvalidField, RowFailure
+from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 
 
 class LogitsError(ValueError):
     """A sequence whose logits cannot be changed as requested; the message is for its client."""
-
-    def __init__(self, message: str, invalid_field: InvalidField | None = None) -> None:
-        """For a processor that a package brings, the field is that of its arguments."""
-        super().__init__(message)
-        self.failure = RowFailure(message, invalid_field)
 
 
 class FailedRows(Exception):
