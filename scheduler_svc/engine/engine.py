@@ -22,7 +22,7 @@ from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.refusals import overload_error, prompt_error, width_error
 from scheduler_svc.lane.lane import Lane
-from scheduler_svc.store.hashing import HashChain, extra_keys, root_hash
+from scheduler_svc.store.hashing import HashChain, root_hash
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.tracing import request_phases
 
@@ -332,9 +332,9 @@ class Engine:
                 self.abort(sequence.group, error)
                 return False
             root = root_hash(self.model.fingerprint)
-            extra = extra_keys(sequence.group.record.cache_salt)
+            salt = sequence.group.record.cache_salt
             for other in sequence.group.sequences:
-                other.chain = HashChain(root, self.model.block_size, extra)
+                other.chain = HashChain(root, self.model.block_size, salt)
                 other.set_max_num_tokens(self.model.max_model_len)
             if (beams := sequence.group.beams) is not None:
                 beams.limit(self.model.max_model_len - sequence.num_prompt_tokens)

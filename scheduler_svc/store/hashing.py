@@ -1,6 +1,5 @@
 """Hash chains of full blocks: equal hashes mean equal tokens from the first one on."""
 
-import struct
 from array import array
 from hashlib import sha256
 
@@ -12,13 +11,6 @@ def root_hash(model_fingerprint: bytes) -> bytes:
     return sha256(model_fingerprint).digest()
 
 
-def extra_keys(cache_salt: bytes = b"", adapter: bytes = b"") -> bytes:
-    """Keys that keep equal tokens apart, each after its length so that none are confused."""
-    if not cache_salt and not adapter:
-        return b""
-    return b"".join(struct.pack("<I", len(key)) + key for key in (cache_salt, adapter))
-
-
 def num_matchable_blocks(num_tokens: int, block_size: int) -> int:
     """Number of blocks that a match may cover: the last token is always computed for its logits."""
     return max(num_tokens - 1, 0) // block_size
@@ -28,30 +20,30 @@ class HashChain:
     """The hashes of one sequence's full blocks, each computed once as tokens arrive.
 
     A block's hash is SHA-256 over the parent's hash, the block's token ids as little-endian u32,
-    and the extra keys.
+    and the salt, which keeps equal tokens of different salts apart.
     """
 
-    def __init__(self, root: bytes, block_size: int, extra: bytes = b"") -> None:
+    def __init__(self, root: bytes, block_size: int, cache_salt: bytes = b"") -> None:
         self._root = root
         self._block_size = block_size
-        self._extra = extra
+        self._cache_salt = cache_salt
         # One per full block, in order.
         self.hashes: list[bytes] = []
 
     def extend_to(self, token_ids: "array[int]") -> None:
         """Hash the blocks that have become full. `token_ids` are all tokens of the sequence; those
         of blocks that are hashed already are not read."""
-        size, hashes, extra = self._block_size, self.hashes, self._extra
+        size, hashes, salt = self._block_size, self.hashes, self._cache_salt
         parent = hashes[-1] if hashes else self._root
         end = (len(hashes) + 1) * size
         while end <= len(token_ids):
-            parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + extra).digest()
+            parent = sha256(parent + pack_u32s(token_ids[end - size : end]) + salt).digest()
             hashes.append(parent)
             end += size
 
     def fork(self, num_tokens: int) -> "HashChain":
         """The chain of another sequence whose first `num_tokens` tokens are the same."""
-        fork = HashChain(self._root, self._block_size, self._extra)
+        fork = HashChain(self._root, self._block_size, self._cache_salt)
         fork.hashes = self.hashes[: num_tokens // self._block_size]
         return fork
 
