@@ -50,11 +50,8 @@ class PrefixKeys:
     one entry, and frequent ones all.
     """
 
-    def __init__(
-        self, max_prefixes: int = MAX_PREFIXES, time_constant_s: float = TIME_CONSTANT_S
-    ) -> None:
+    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
-        self._time_constant_s = time_constant_s
         # Weights by key, the least recently used first.
         self._weights: OrderedDict[bytes, float] = OrderedDict()
         self._total = 0.0
@@ -99,7 +96,7 @@ class PrefixKeys:
         """The weight of a request now."""
         if self._unit_at_s is None:
             self._unit_at_s = now_s
-        exponent = (now_s - self._unit_at_s) / self._time_constant_s
+        exponent = (now_s - self._unit_at_s) / TIME_CONSTANT_S
         if exponent > _MAX_EXPONENT:
             scale = math.exp(-exponent)
             self._total *= scale

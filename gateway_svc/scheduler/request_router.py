@@ -51,7 +51,6 @@ class RequestRouter:
         wait_s: float,
         counters: RoutingCounters,
         on_shard: Callable[[int, Multiplexer], object],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_shard` is called with each new shard, the first one included. `wait_s` bounds the
         wait for the leader of a shard."""
@@ -59,7 +58,6 @@ class RequestRouter:
         self._wait_s = wait_s
         self._counters = counters
         self._on_shard = on_shard
-        self._clock = clock
         self._shards: list[Multiplexer] = []
         self._loads = ShardLoads(self._shards)
         self._keys = PrefixKeys()
@@ -174,7 +172,7 @@ class RequestRouter:
         if self.num_shards == 1:
             return ShardOrder((0,), is_spilled=False)
         key = self._keys.choose(
-            submission.prompt_token_ids, submission.cache_salt, self.num_shards, self._clock()
+            submission.prompt_token_ids, submission.cache_salt, self.num_shards, time.monotonic()
         )
         return choose(rendezvous_order(key, self.num_shards), self._loads.all())
 

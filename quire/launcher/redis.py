@@ -18,6 +18,8 @@ from quire.launcher.child import (
 from quire.launcher.errors import LaunchError
 
 _POLL_S = 0.01
+# For the server to respond, or to end after it was killed.
+_TIMEOUT_S = 20.0
 _MAX_SOCKET_PATH = 107
 
 
@@ -31,14 +33,12 @@ class EmbeddedRedis(ChildProcess):
     def __init__(
         self,
         directory: Path,
-        ready_timeout_s: float = 20.0,
         *,
         appendonly: bool = False,
         spawn: Spawn = in_this_thread,
     ) -> None:
         super().__init__("redis", spawn)
         self.directory = directory
-        self._ready_timeout_s = ready_timeout_s
         self._appendonly = appendonly
 
     @property
@@ -64,7 +64,7 @@ class EmbeddedRedis(ChildProcess):
         self.autorestart = False
         if self.num_starts:
             self.kill()
-            self.wait(self._ready_timeout_s)
+            self.wait(_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -100,11 +100,11 @@ class EmbeddedRedis(ChildProcess):
         return [str(binary), *(word for k, v in options.items() for word in (f"--{k}", v))]
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._ready_timeout_s
+        deadline = time.monotonic() + _TIMEOUT_S
         while not _responds(self.socket_path):
             self.check()
             if time.monotonic() > deadline:
-                raise self.error(f"does not respond after {self._ready_timeout_s:g} s")
+                raise self.error(f"does not respond after {_TIMEOUT_S:g} s")
             time.sleep(_POLL_S)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Self
 
@@ -81,15 +81,13 @@ class TenantExchange:
         engine: Engine,
         membership: Membership,
         store: ClusterStore,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shard = shard
         self._epoch = epoch
         self._engine = engine
         self._membership = membership
         self._store = store
-        self._clock = clock
-        self._reported_at = clock()
+        self._reported_at = time.monotonic()
         # The last report of each other shard.
         self._known: dict[int, Report] = {}
         # The last reports of all shards, packed, as read for a request that waits.
@@ -101,7 +99,7 @@ class TenantExchange:
         # acknowledged is still in the reports of the others.
         self.num_asks = epoch
         self._num_other_asks = 0
-        # Until then, by `clock`, another one asks.
+        # Until then, of time.monotonic, another one asks.
         self._is_scarce_until = -math.inf
         self._lock = asyncio.Lock()
         # Held by the request that reads the others' acknowledgements, for all that wait for it.
@@ -136,7 +134,7 @@ class TenantExchange:
     @property
     def _is_scarce(self) -> bool:
         """Whether another shard has just asked for what is not used any more."""
-        return self._clock() < self._is_scarce_until
+        return time.monotonic() < self._is_scarce_until
 
     def _interval_s(self) -> float:
         """The time until the next exchange."""
@@ -149,7 +147,7 @@ class TenantExchange:
         num_asks = sum(load.num_asks for shard, load in loads if shard != self._shard)
         if num_asks != self._num_other_asks:
             self._num_other_asks = num_asks
-            self._is_scarce_until = self._clock() + SCARCE_FOR_S
+            self._is_scarce_until = time.monotonic() + SCARCE_FOR_S
             self._is_due.set()
 
     async def ask(self, within_s: float = 0.0) -> bool:
@@ -239,7 +237,7 @@ class TenantExchange:
         if engine.shares.has_tenants:
             # Otherwise no limit and no share depends on it.
             engine.count_output()
-        now = self._clock()
+        now = time.monotonic()
         since_s, self._reported_at = max(now - self._reported_at, 1e-3), now
         usages = engine.quotas.report(
             since_s, engine.waiting.num_tokens_of, keeps_spare=not self._is_scarce

@@ -6,7 +6,7 @@ that dies could not end it.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -48,13 +48,11 @@ class RequestTrace:
         context: TraceContext,
         request_id: str,
         num_choices: int,
-        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._exporter = exporter
         self._context = context
         self._request_id = request_id
         self._num_choices = num_choices
-        self._clock_ns = clock_ns
         # By choice.
         self._open: dict[int, _OpenSpan] = {}
 
@@ -66,7 +64,7 @@ class RequestTrace:
         attributes: Mapping[str, AttributeValue] | None = None,
     ) -> None:
         """End the choice's phase, if it has one, and begin another one."""
-        now_ns = self._clock_ns()
+        now_ns = time.time_ns()
         self._end(choice, now_ns, {"quire.output_tokens": num_output_tokens})
         self._open[choice] = _OpenSpan(phase, now_ns, attributes or {})
 
@@ -87,17 +85,17 @@ class RequestTrace:
         attributes: dict[str, AttributeValue] = {"quire.output_tokens": num_output_tokens}
         if reason is not None:
             attributes["quire.finish_reason"] = reason
-        self._end(choice, self._clock_ns(), attributes)
+        self._end(choice, time.time_ns(), attributes)
 
     def fail(self, code: str) -> None:
         """End what is left of a request that has failed with this status."""
-        now_ns = self._clock_ns()
+        now_ns = time.time_ns()
         for choice in list(self._open):
             self._end(choice, now_ns, {"error.type": code}, code)
 
     def move(self, shard: int) -> None:
         """End what is left of a request that another shard gets."""
-        now_ns = self._clock_ns()
+        now_ns = time.time_ns()
         for choice in list(self._open):
             self._end(choice, now_ns, {"quire.moved_to_shard": shard})
 
