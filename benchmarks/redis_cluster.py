@@ -47,11 +47,6 @@ class RedisNode(ChildProcess):
     def info(self, section: str) -> dict[str, Any]:
         return self._client.info(section)
 
-    @property
-    def has_slots(self) -> bool:
-        """Whether it is a primary, by its own account."""
-        return bool(self.info("replication")["role"] == "master")
-
     def find_problem(self) -> str | None:
         """Return what is missing from its point of view."""
         try:

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
 
 class InvalidLine(ValueError):
     """A line that is no request. The message names the field and the reason."""

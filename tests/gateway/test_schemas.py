@@ -23,7 +23,6 @@ from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
 VERSION_4 = "http://json-schema.org/draft-04/schema#"
-VERSION_4_BOUND = {"exclusiveMaximum": True}
 NULL = {"type": "null"}
 # The library has no such number, and compiling the schema would end the process.
 OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}

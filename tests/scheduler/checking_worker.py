@@ -142,7 +142,6 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.seeds: dict[int, int] = {}
         self.max_rows = 0
         self.num_streams = 0
-        self.num_refused_streams = 0
         self.num_sampled_tokens = 0
         # By shard.
         self._fences: dict[int, tuple[int, bytes]] = {}
@@ -250,7 +249,6 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(StatusCode.UNAVAILABLE, f"shard {self._shard} has this worker")
         epoch, holder = self._fences.get(opening.shard, (0, b""))
         if opening.epoch < epoch or (opening.epoch == epoch and opening.holder != holder):
-            self.num_refused_streams += 1
             await context.abort(StatusCode.FAILED_PRECONDITION, f"epoch {opening.epoch} is over")
         self._fences[opening.shard] = opening.epoch, opening.holder
 
