@@ -57,9 +57,9 @@ class Standby:
         self._has_seen_leader = False
         self._has_lost_redis = False
         self._watch = LeaderWatch(peer_tls, self._on_lost)
-        # The end of the leader would be noticed, or others stand by: heartbeats, which also fail
-        # without Redis, report everything else.
-        self._is_looking = False
+        # It sleeps without a timer: the end of the leader would be noticed, or others stand by, and
+        # heartbeats, which also fail without Redis, report everything else.
+        self._is_idle = False
         # As of the last attempt; one that stands by no longer must not keep its connection.
         self._stands_by = False
         self._leader: StoredLeader | None = None  # as last read
@@ -89,10 +89,10 @@ class Standby:
                     leadership = await self._try_acquire()
                 if leadership is not None:
                     return leadership
-                self._is_looking = not self._is_needed
+                self._is_idle = not self._is_needed
                 is_known = membership.is_known
                 # Until the map is known, only the event that it is ends the sleep.
-                has_timer = not self._is_looking or not is_known.is_set()
+                has_timer = not self._is_idle or not is_known.is_set()
                 within_s = until_tick(TRY_INTERVAL_S, loop.time()) if has_timer else None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(within_s):
@@ -115,7 +115,7 @@ class Standby:
             self.leader_address = self._membership.leader_of(self._shard)
             if self._stands_by:
                 self._is_due.set()
-        elif self._is_looking and self._is_needed:
+        elif self._is_idle and self._is_needed:
             self._is_due.set()
         elif self._free_since is not None and self._membership.is_owner(self._shard):
             # The one that it was left to has ended, too.
@@ -148,30 +148,18 @@ class Standby:
 
     async def _try_acquire(self) -> Leadership | None:
         try:
-            self._leader = leader = await self._store.leader()
-            if self._is_known_to_have_ended:
-                self._lost_leader, self._is_lost_since = leader, True
-            if not self._is_free(leader):
-                self._free_since = None
-            if self._has_seen_leader and (leader is None or self._has_lost_redis):
-                self._not_before = time.monotonic() + 2 * self._lease_s
-                self._is_lost_since = False
-            self._has_lost_redis = False
-            self._has_seen_leader = leader is not None
-            self.leader_address = self._leader_or_next(leader)
-            self.redis_error = None
-            if leader is not None and leader.address not in ("", self._address):
-                self._watch.watch(leader)
+            leader = await self._store.leader()
+            self._note(leader)
             if self._has_precedence(leader) or not self._membership.is_known.is_set():
                 return None
             lease_s = self._lease_s
             if not self._membership.is_owner(self._shard):
                 if self._must_yield(leader):
                     return None
+                # An expired lease is left to its owner for as long.
                 lease_s += YIELD_S
             lost_epoch = leader.epoch if leader and leader == self._lost_leader else None
-            lease_ms = round(lease_s * 1000)
-            return await self._store.acquire(self._address, lease_ms, lost_epoch)
+            return await self._store.acquire(self._address, round(lease_s * 1000), lost_epoch)
         except StoreUnavailable as error:
             self._has_lost_redis = True
             if self.redis_error != str(error):
@@ -179,6 +167,23 @@ class Standby:
                 self.redis_error = str(error)
                 log.error("Redis unavailable", why=self.redis_error)
             return None
+
+    def _note(self, leader: StoredLeader | None) -> None:
+        """Note the leader that was read, and that Redis has responded."""
+        self._leader = leader
+        if self._is_known_to_have_ended:
+            self._lost_leader, self._is_lost_since = leader, True
+        if not self._is_free(leader):
+            self._free_since = None
+        if self._has_seen_leader and (leader is None or self._has_lost_redis):
+            self._not_before = time.monotonic() + 2 * self._lease_s
+            self._is_lost_since = False
+        self._has_lost_redis = False
+        self._has_seen_leader = leader is not None
+        self.leader_address = self._leader_or_next(leader)
+        self.redis_error = None
+        if leader is not None and leader.address not in ("", self._address):
+            self._watch.watch(leader)
 
     def _is_free(self, leader: StoredLeader | None) -> bool:
         """Whether the leader has released the lease or has ended; the lease may expire as well."""

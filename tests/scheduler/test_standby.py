@@ -274,7 +274,7 @@ async def test_one_that_is_no_candidate_any_more_watches_no_leader(
     # As if the leader had responded.
     other._watch._task.cancel()
     other._watch.is_watching = True
-    await until(lambda: other._is_looking, "a sleep without a timer")
+    await until(lambda: other._is_idle, "a sleep without a timer")
     while members[1].is_candidate(SHARD):
         await beat(cluster.member("unix:/new"), members[1])
     await until(lambda: other._watch._leader is None, "the end of the watch")
@@ -297,7 +297,7 @@ async def test_a_candidate_without_a_map_finds_the_leader(
     assert not member.is_known.is_set()
     assert await store.lease.acquire("unix:/leader", lease_ms=3000) is not None
     acquiring = asyncio.create_task(standby.acquire())
-    await until(lambda: standby._is_looking, "a sleep")
+    await until(lambda: standby._is_idle, "a sleep")
     for other in others:
         member.mark_ended(other.address)
     assert member.is_candidate(0)
