@@ -120,15 +120,19 @@ class Submissions:
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
             recording = self._start(self._record(new, connection))
-            if attempt == 0:
-                await asyncio.wait({recording}, timeout=0.0 if self._num_slow else _IN_ORDER_S)
-            if attempt > 0 or recording.done():
+            # Only the first attempt delays frames: later ones have a task of their own.
+            if attempt > 0 or await self._is_recorded_soon(recording):
                 await asyncio.shield(recording)
             else:
                 for request in new:
                     connection.begin_wait(request.submission.attachment)
                 self._start(self._end_waits(recording, new, connection))
         return waiting
+
+    async def _is_recorded_soon(self, recording: asyncio.Task[None]) -> bool:
+        """Wait for it for a short time; not at all while others take longer."""
+        await asyncio.wait({recording}, timeout=0.0 if self._num_slow else _IN_ORDER_S)
+        return recording.done()
 
     async def _end_waits(
         self,
