@@ -61,6 +61,24 @@ class _Usage:
         self.tokens_rate += weight * (self.num_new_tokens * per_minute - self.tokens_rate)
         self.num_new_requests = self.num_new_tokens = 0
 
+    def in_use(self, num_waiting_tokens: int) -> Usage:
+        return Usage(
+            requests_per_minute=max(0, round(self.requests_rate)),
+            tokens_per_minute=max(0, round(self.tokens_rate)),
+            live_requests=self.num_live,
+            waiting_tokens=num_waiting_tokens + self.num_reserved_tokens,
+            resumable_requests=self.num_resumable,
+        )
+
+    def lower_shares(self, claims: Mapping[str, int]) -> None:
+        """Lower the shares of counts to what is claimed of them: 0 if nothing is."""
+        lowered = {
+            name: min(share, claims.get(name, 0))
+            for name in COUNTS
+            if (share := getattr(self.shares, name)) is not None
+        }
+        self.shares = replace(self.shares, **lowered)
+
     def used(self, bucket: TokenBucket | None, now_s: float) -> RateState | None:
         """The state of a bucket that has to be handed on; None if it is as good as a new one."""
         if bucket is None:
@@ -118,34 +136,19 @@ class Quotas:
         report, now_s = {}, self.clock()
         for principal, usage in self._usage.items():
             usage.decay_rates(since_s)
-            if usage.limits != _NO_LIMITS:
-                used = Usage(
-                    requests_per_minute=max(0, round(usage.requests_rate)),
-                    tokens_per_minute=max(0, round(usage.tokens_rate)),
-                    live_requests=usage.num_live,
-                    waiting_tokens=num_waiting_tokens(principal) + usage.num_reserved_tokens,
-                    resumable_requests=usage.num_resumable,
+            if usage.limits == _NO_LIMITS:
+                continue
+            used = usage.in_use(num_waiting_tokens(principal))
+            is_active = used != _UNUSED or any(usage.wanted.values())
+            claims = self._claim(principal, usage, used, keeps_spare) if is_active else {}
+            usage.lower_shares(claims)
+            if is_active:
+                report[principal] = replace(
+                    used,
+                    **{f"claimed_{name}": count for name, count in claims.items()},
+                    left_requests_per_minute=usage.requests.left(now_s) if usage.requests else 0,
+                    left_tokens_per_minute=usage.tokens.left(now_s) if usage.tokens else 0,
                 )
-                is_active = used != _UNUSED or any(usage.wanted.values())
-                claims = self._claim(principal, usage, used, keeps_spare) if is_active else {}
-                held = {name: getattr(usage.shares, name) for name in COUNTS}
-                usage.shares = replace(
-                    usage.shares,
-                    **{
-                        name: min(count, claims.get(name, 0))
-                        for name, count in held.items()
-                        if count is not None
-                    },
-                )
-                if is_active:
-                    report[principal] = replace(
-                        used,
-                        **{f"claimed_{name}": count for name, count in claims.items()},
-                        left_requests_per_minute=usage.requests.left(now_s)
-                        if usage.requests
-                        else 0,
-                        left_tokens_per_minute=usage.tokens.left(now_s) if usage.tokens else 0,
-                    )
         return report
 
     def _claim(
