@@ -121,10 +121,10 @@ class Shard:
                 await self._run_term(term)
                 renewing.cancel()
         except* StaleEpoch as errors:
-            self._log.warning("another scheduler leads", why=str(next(leaves(errors))))
+            self._log.warning("another scheduler leads", reason=str(next(leaves(errors))))
             is_stale = True
         except* (LeadershipLost, WritesLost, RecordMismatch) as errors:
-            self._log.warning("Redis may have lost writes", why=str(next(leaves(errors))))
+            self._log.warning("Redis may have lost writes", reason=str(next(leaves(errors))))
             has_lost_writes = True
             store.reopen()
         finally:
@@ -175,7 +175,7 @@ class Shard:
             await term.flush()
             await self._store.lease.release()
         except StoreError as error:
-            self._log.warning("the lease is not released", why=str(error))
+            self._log.warning("the lease is not released", reason=str(error))
 
     def _stop_term(self, term: Term | None, successor: str) -> None:
         self.term = None

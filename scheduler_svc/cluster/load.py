@@ -63,7 +63,7 @@ class LoadCodec:
         try:
             load = ShardLoad.parse(packed)
         except ValueError as error:
-            log.error("the load of a shard is not readable", shard=shard, why=str(error))
+            log.error("the load of a shard is not readable", shard=shard, reason=str(error))
             load = ShardLoad()
         self._parsed[shard] = packed, load
         return load

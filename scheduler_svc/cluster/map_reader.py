@@ -68,6 +68,8 @@ class MapReader:
                 # Logged once, not at every heartbeat.
                 self._unreadable = packed
                 log.error(
-                    "the map of the cluster is not readable", key=ClusterKeys().map, why=str(error)
+                    "the map of the cluster is not readable",
+                    key=ClusterKeys().map,
+                    reason=str(error),
                 )
             return None

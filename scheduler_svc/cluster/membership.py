@@ -247,7 +247,7 @@ class Membership:
                     if str(error) != self.why_silent:
                         # Logged once, not at every attempt.
                         self.why_silent = str(error)
-                        log.warning("no heartbeat", why=self.why_silent)
+                        log.warning("no heartbeat", reason=self.why_silent)
                     # Loads have grown older.
                     self._notify()
                 with contextlib.suppress(TimeoutError):

@@ -149,7 +149,7 @@ class Discovery:
                 if str(error) != logged:
                     logged = str(error)
                     write = log.info if isinstance(error, LaneLost) else log.warning
-                    write("lane not open", address=address, why=logged)
+                    write("lane not open", address=address, reason=logged)
                     if isinstance(error, OpeningRefused):
                         # Another scheduler may lead with the Redis that took this one's place,
                         # while this one, cut off from its replicas, still takes writes.
@@ -250,7 +250,7 @@ class Discovery:
             why = str(error) or type(error).__name__
             raise
         finally:
-            log.info("worker left", address=address, why=why)
+            log.info("worker left", address=address, reason=why)
             # Requeue at once; the pool is handled later.
             lost = self._engine.remove(lane)
             self._detached.add(pool, address, lane.last_step, [*lost, *lane.uncompacted])

@@ -206,5 +206,5 @@ def _read(packed: bytes) -> Moved | None:
         return Moved.parse(packed)
     except (ValueError, LookupError, TypeError, struct.error) as error:
         # It must not end one leader after the other.
-        log.error("an entry of the inbox is not readable", why=repr(error))
+        log.error("an entry of the inbox is not readable", reason=repr(error))
         return None

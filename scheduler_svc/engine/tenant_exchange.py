@@ -224,7 +224,7 @@ class TenantExchange:
             if self._unreadable.get(shard) != packed:
                 # Logged once, not at every exchange.
                 self._unreadable[shard] = packed
-                log.error("the tenants of a shard are not readable", shard=shard, why=str(error))
+                log.error("the tenants of a shard are not readable", shard=shard, reason=str(error))
             return None
 
     def _divide(self, own: Report, num_shards: int) -> None:

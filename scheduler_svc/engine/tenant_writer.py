@@ -53,7 +53,7 @@ async def read_tenants(store: Store, now_s: float) -> TenantsState:
     try:
         return from_json(stored, now_s - age_s) if stored else TenantsState()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        log.warning("state of the tenants not read", error=repr(error))
+        log.warning("state of the tenants not read", reason=repr(error))
         return TenantsState()
 
 

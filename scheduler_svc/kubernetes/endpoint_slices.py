@@ -179,7 +179,7 @@ class EndpointSlices:
     def _note_problem(self, problem: str | None) -> None:
         """Logged once, not at every attempt."""
         if problem is not None and problem != self._problem:
-            log.warning("EndpointSlices are unknown", service=self.service.host, why=problem)
+            log.warning("EndpointSlices are unknown", service=self.service.host, reason=problem)
         elif problem is None and self._problem is not None:
             log.info("EndpointSlices are known again", service=self.service.host)
         self._problem = problem

@@ -344,6 +344,6 @@ class LaneLoop:
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
         if sequence.group.error is None:
             report = log.error if error.code is StatusCode.INTERNAL else log.info
-            report("row failed", why=error.message, **sequence.group.record.log_fields)
+            report("row failed", reason=error.message, **sequence.group.record.log_fields)
         sequence.group.fail(error)
         self._failed.append(sequence)

@@ -165,7 +165,7 @@ class Standby:
             if self.redis_error != str(error):
                 # Logged once, not at every attempt.
                 self.redis_error = str(error)
-                log.error("Redis unavailable", why=self.redis_error)
+                log.error("Redis unavailable", reason=self.redis_error)
             return None
 
     def _note(self, leader: StoredLeader | None) -> None:

@@ -50,7 +50,7 @@ class BlockMaps:
             async with asyncio.timeout(TIMEOUT_S):
                 kinds = await lane.pool.block_map()
         except (TimeoutError, StoreError) as error:
-            log.warning("no block map", incarnation=f"{incarnation:016x}", why=repr(error))
+            log.warning("no block map", incarnation=f"{incarnation:016x}", reason=repr(error))
             return None
         now_s = time.monotonic()
         return _CachedMap(kinds, now_s + (now_s - started_s) / _MAX_SHARE)

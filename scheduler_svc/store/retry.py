@@ -70,7 +70,7 @@ class RedisRetry:
         self.error = str(error)
         if self._since is None:
             self._since = self._clock()
-            log.warning("waiting for Redis", error=str(error))
+            log.warning("waiting for Redis", reason=str(error))
 
     def _log_end(self) -> None:
         if self._since is not None:

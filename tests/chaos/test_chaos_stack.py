@@ -11,7 +11,7 @@ Traceback (most recent call last):
   File "scheduler.py", line 80, in _run
     self._callback()
 AssertionError: twice
-2026-01-14T10:00:02Z [warning  ] worker left   why='step 4, row 7: no such row (rule: rows)'
+2026-01-14T10:00:02Z [warning  ] worker left   reason='step 4, row 7: no such row (rule: rows)'
 2026-01-14T10:00:03Z [info     ] leading
 """
 

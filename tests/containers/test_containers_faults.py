@@ -75,8 +75,8 @@ async def test_a_wrong_password_is_logged_once_and_prevents_readiness(
     project.up("--no-deps", "scheduler", REDIS_PASSWORD_FILE=wrong)
     await stays_up_unhealthy(project, "scheduler")
     [error] = errors(project, "scheduler")
-    assert "password" in error["why"]
-    assert "wrong" not in error["why"].split()
+    assert "password" in error["reason"]
+    assert "wrong" not in error["reason"].split()
 
 
 async def test_a_missing_model_is_logged_once_and_prevents_readiness(

@@ -4,13 +4,13 @@ from quire.launcher.errors import log_tail
 
 _HUMAN = """\
 2026-11-21T09:00:00Z [info     ] listening   address=127.0.0.1:1
-2026-11-21T09:00:01Z [error    ] Redis unavailable why=refused
+2026-11-21T09:00:01Z [error    ] Redis unavailable reason=refused
 Traceback (most recent call last):
 2026-11-21T09:00:02Z [info     ] sizing      blocks=8
 """
 _JSON = """\
 {"address": "127.0.0.1:1", "event": "listening", "level": "info"}
-{"why": "refused", "event": "Redis unavailable", "level": "warning"}
+{"reason": "refused", "event": "Redis unavailable", "level": "warning"}
 """
 
 
@@ -23,7 +23,7 @@ def test_warnings_and_errors_are_shown_without_other_lines(log):
     log.write_text(_HUMAN)
     assert log_tail(log) == (
         "; warnings and errors in its log:\n"
-        "    2026-11-21T09:00:01Z [error    ] Redis unavailable why=refused\n"
+        "    2026-11-21T09:00:01Z [error    ] Redis unavailable reason=refused\n"
         "    Traceback (most recent call last):"
     )
 

@@ -156,7 +156,7 @@ async def test_a_failure_keeps_what_is_known_and_is_logged_once(
     warnings = [entry for entry in logs if entry["log_level"] == "warning"]
     assert 1 <= len(warnings) <= 2, "that of a watch may differ from that of a list"
     assert all(entry["service"] == SERVICE for entry in warnings)
-    assert any(re.search(reason, entry["why"]) for entry in warnings)
+    assert any(re.search(reason, entry["reason"]) for entry in warnings)
 
 
 async def test_a_token_that_is_replaced_is_read_again(api: KubernetesApi) -> None:
@@ -183,7 +183,7 @@ async def test_a_server_of_another_authority_is_not_asked(
     with capture_logs() as logs:
         async with watching(api):
             await until(lambda: bool(logs), "a failure")
-    assert "certificate verify failed" in logs[0]["why"]
+    assert "certificate verify failed" in logs[0]["reason"]
     assert api.requests == []
 
 

@@ -56,7 +56,7 @@ async def test_an_outage_is_logged_once_however_many_calls_wait(redis: Redis) ->
             redis.is_away = False
             assert await asyncio.gather(*calls) == [7] * 6
         first, last = logs
-        assert (first["event"], first["error"]) == ("waiting for Redis", "refused")
+        assert (first["event"], first["reason"]) == ("waiting for Redis", "refused")
         assert (last["event"], last["seconds"]) == ("Redis is available again", seconds)
     assert redis.retry.unavailable_s == 3.0
 

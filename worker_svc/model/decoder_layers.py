@@ -226,5 +226,5 @@ def _joined(products: Sequence[PackedLinear]) -> PackedLinear | None:
     try:
         return PackedLinear.joined(products)
     except ValueError as error:
-        log.warning("a decoder layer keeps its own code", error=str(error))
+        log.warning("a decoder layer keeps its own code", reason=str(error))
         return None

@@ -194,7 +194,7 @@ def _agree(
     except (RuntimeError, TypeError, ValueError):
         return False
     except Exception as error:  # Compilers of kernels have classes of their own for theirs.
-        log.warning("a part of the model keeps its own code", error=repr(error))
+        log.warning("a part of the model keeps its own code", reason=repr(error))
         return False
     if isinstance(own_results, Tensor):
         own_results, other_results = (own_results,), (other_results,)

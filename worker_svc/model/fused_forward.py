@@ -164,7 +164,7 @@ def _rope_tables(
                 if not _are_close(table[positions], rows):
                     return None
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("rotary embeddings keep the model's own code", error=str(error))
+        log.warning("rotary embeddings keep the model's own code", reason=str(error))
         return None
     cosines, sines = (table.to(dtype).contiguous() for table in tables)
     return cosines, sines
@@ -197,7 +197,7 @@ def _matches(fused: FusedForward, network: Any) -> bool:
     try:
         return torch.equal(parts(**call).logits, expected)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("the model keeps its own forward pass", error=str(error))
+        log.warning("the model keeps its own forward pass", reason=str(error))
         return False
 
 
@@ -219,7 +219,7 @@ def _matches_in_one_call(fused: FusedForward, network: Any) -> bool:
                 attention.set_batch(batch, torch.arange(num_tokens))
                 outputs.append(one(**call).logits.float())
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        log.warning("the model's forward pass is not one call", error=str(error))
+        log.warning("the model's forward pass is not one call", reason=str(error))
         return False
     return torch.equal(*outputs)
 

@@ -135,7 +135,7 @@ def reproduces(layer: Callable[..., Tensor], call: LayerCall, is_quantized: bool
     try:
         result = layer(*call.args, **call.kwargs)
     except Exception as error:  # Compilers of kernels have classes of their own for theirs.
-        log.warning("a decoder layer keeps its own code", error=repr(error))
+        log.warning("a decoder layer keeps its own code", reason=repr(error))
         return False
     if not isinstance(output, Tensor) or result.shape != output.shape:
         return False

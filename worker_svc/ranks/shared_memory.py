@@ -63,7 +63,7 @@ def _create(num_bytes: int) -> int | None:
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, num_bytes)
     except OSError as error:
-        log.warning("no memory for exchanges between ranks", error=str(error))
+        log.warning("no memory for exchanges between ranks", reason=str(error))
         if descriptor is not None:
             os.close(descriptor)
         return None
