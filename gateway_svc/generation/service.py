@@ -103,4 +103,4 @@ def _add_trace(prepared: PreparedRequest, trace: CallTrace) -> None:
     submitted.trace_context.traceparent = context.traceparent
     submitted.trace_context.tracestate = context.tracestate
     if trace.is_recorded:
-        add_submission(trace, prepared.model.name, submitted, submitted.deferred_delivery)
+        add_submission(trace, prepared.model.name, submitted)

@@ -44,9 +44,7 @@ def add_request(trace: CallTrace, request: GenerationRequest) -> None:
     )
 
 
-def add_submission(
-    trace: CallTrace, model: str, submission: scheduler_pb2.Submission, is_deferred: bool
-) -> None:
+def add_submission(trace: CallTrace, model: str, submission: scheduler_pb2.Submission) -> None:
     """Add what the request has become, with its defaults filled in."""
     params = submission.params
     trace.set(
@@ -56,7 +54,7 @@ def add_submission(
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "quire.tenant": submission.principal or None,
-            "quire.deferred_delivery": is_deferred,
+            "quire.deferred_delivery": submission.deferred_delivery,
         }
     )
 
