@@ -1,5 +1,5 @@
 """Generation: requests from validation to the last update, with their choices and resumption.
 
-Called by `rpc`, through `service`, and by `metrics`. Sends requests through `scheduler` and decodes
-tokens through `text`.
+Called by `rpc` and `http`, through `service`. Sends requests through `scheduler` and decodes tokens
+through `text`.
 """

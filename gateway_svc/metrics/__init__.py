@@ -1,4 +1,4 @@
 """Prometheus metrics of requests.
 
-Called by `rpc`, which records them, and by `server`, which exposes them.
+Called by `rpc` and `http`, which record them, and by `server`, which exposes them.
 """

@@ -1,4 +1,5 @@
 """Text of the served model: tokenizer, chat template, detokenization and stop strings.
 
-Called by `generation`, `rpc` and `server`. Imports no other package of the gateway.
+Used by `generation`, by both APIs and by `server`. A served model also has its formats of output
+(`output_formats`) and its compiler of grammars (`structured`).
 """

@@ -1,4 +1,4 @@
 """The `quire demo` command: streams from a private stack while its processes are killed.
 
-Called by `quire.cli.serve.command`. The demo model itself is in `demo/` at the top.
+Called by `quire.cli.demo`. The demo model itself is in `demo/` at the top.
 """

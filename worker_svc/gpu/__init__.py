@@ -1,4 +1,5 @@
 """Execution on CUDA devices: staged inputs, streams, CUDA graphs and pipelined steps.
 
-Called by `runner` on a GPU, and by `cache` for sizes. Imports `model`, and the pool from `cache`.
+Called by `runner` and `ranks` on GPUs, and by `cache` for sizes. Imports `model`, and the pool from
+`cache`.
 """

@@ -1,4 +1,4 @@
 """Plan messages as arrays: rows, block tables and the inputs of a forward pass.
 
-Pure: imports no torch and no gRPC. Called by `service`, `runner`, `gpu`, `cache` and `sim`.
+Pure: imports no torch and no gRPC. Used by every package of the worker but `model` and `packed`.
 """

@@ -1,4 +1,5 @@
-"""The ranks of a worker: processes that run one model together, each with a shard of it.
+"""The ranks of a worker: processes that run one model together, each with a shard of it or some of
+its layers.
 
 Rank 0 is the worker that schedulers know: it has the tables, samples, and sends the inputs of each
 forward pass to the others, which follow. Called by `runner`; `model` sums and gathers through

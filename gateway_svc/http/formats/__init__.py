@@ -1,4 +1,4 @@
 """The formats of output: choice updates as OpenAI's JSON. Pure.
 
-Called by `output`, which writes them.
+Chosen by the routes, called by `output`, which writes them.
 """
