@@ -19,26 +19,20 @@ def prompt_field(request: GenerationRequest) -> str:
 def with_prompt_field(error: RequestError, field: str | None) -> RequestError:
     """The scheduler's error as the client gets it: with the client's own field, or without a
     violation if its request, such as one to resume, has no prompt."""
-    for detail in error.packed_details():
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(request) and request.field_violations:
-            [violation] = request.field_violations
-            if violation.field == _SCHEDULERS_NAME:
-                named = invalid(field or _SCHEDULERS_NAME, violation.reason, violation.description)
-                return named if field else without_field(named)
-    return error
+    violation = _violation(error)
+    if violation is None or violation.field != _SCHEDULERS_NAME:
+        return error
+    named = invalid(field or _SCHEDULERS_NAME, violation.reason, violation.description)
+    return named if field else without_field(named)
 
 
 def renamed_field(error: RequestError, prefix: str, replacement: str) -> RequestError:
     """The error with another beginning of the field's name, if it has this one."""
-    for detail in error.packed_details():
-        request = error_details_pb2.BadRequest()
-        if detail.Unpack(request) and request.field_violations:
-            [violation] = request.field_violations
-            if violation.field.startswith(prefix):
-                field = replacement + violation.field.removeprefix(prefix)
-                return invalid(field, violation.reason, violation.description)
-    return error
+    violation = _violation(error)
+    if violation is None or not violation.field.startswith(prefix):
+        return error
+    field = replacement + violation.field.removeprefix(prefix)
+    return invalid(field, violation.reason, violation.description)
 
 
 def without_field(error: RequestError) -> RequestError:
@@ -49,3 +43,12 @@ def without_field(error: RequestError) -> RequestError:
         if not detail.Is(error_details_pb2.BadRequest.DESCRIPTOR)
     ]
     return RequestError(error.code, error.message, tuple(details))
+
+
+def _violation(error: RequestError) -> error_details_pb2.BadRequest.FieldViolation | None:
+    """The field that the error names, and why it is invalid."""
+    request = error.detail(error_details_pb2.BadRequest)
+    if request is None or not request.field_violations:
+        return None
+    [violation] = request.field_violations
+    return violation

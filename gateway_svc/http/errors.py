@@ -2,10 +2,9 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
 from gateway_svc.http.bodies.reading import CONTENT_ENCODING
@@ -13,8 +12,6 @@ from gateway_svc.http.bodies.structured import FORMAT_NAMES
 from gateway_svc.scheduler.events import EndedError
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import RequestError
-
-D = TypeVar("D", bound=Message)
 
 # Reasons of errors that gRPC does not have: of a body that does not arrive, or is compressed.
 BODY_TIMEOUT = "BODY_TIMEOUT"
@@ -77,11 +74,10 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
     """Convert an error. `renamed` has the client's names of fields that have others in gRPC; for
     `field[]`, the name of the object within each of its entries that has the fields. A longer path
     with `[]` stands for any indices."""
-    info = _detail(error, error_details_pb2.ErrorInfo())
-    reason = info.reason if info is not None else ""
+    reason = error.info.reason
     status = _REASON_STATUSES.get(reason, _STATUSES.get(error.code, 500))
     message, param = error.message, None
-    request = _detail(error, error_details_pb2.BadRequest())
+    request = error.detail(error_details_pb2.BadRequest)
     if request is not None and request.field_violations:
         field = request.field_violations[0].field
         param = _param(field, renamed or {})
@@ -92,7 +88,7 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
         "param": param,
         "code": _CODES.get(reason, reason.lower()) or None,
     }
-    retry = _detail(error, error_details_pb2.RetryInfo())
+    retry = error.detail(error_details_pb2.RetryInfo)
     retry_after_s = None
     if retry is not None:
         # The header has whole seconds.
@@ -107,12 +103,6 @@ def format_names(error: RequestError) -> dict[str, str]:
         return {}
     state = gateway_pb2.ResumeState.FromString(error.opaque)
     return FORMAT_NAMES.get(state.http.format_field, {})
-
-
-def is_resumable(error: RequestError) -> bool:
-    """Whether the request runs on, and can be resumed at this or another gateway."""
-    info = _detail(error, error_details_pb2.ErrorInfo())
-    return info is not None and info.metadata.get("resumable") == "true"
 
 
 def _param(field: str, renamed: dict[str, str]) -> str:
@@ -133,11 +123,3 @@ def _with_indices(path: str, name: str) -> str:
     """A path with the indices of a name of as many."""
     indices = iter(_INDEX.findall(name))
     return re.sub(r"\[\]", lambda _: next(indices), path)
-
-
-def _detail(error: RequestError, kind: D) -> D | None:
-    """The first detail of this kind."""
-    for detail in error.packed_details():
-        if detail.Unpack(kind):
-            return kind
-    return None

@@ -23,7 +23,7 @@ from gateway_svc.http.generations import Generations, PromptUpdate
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
-from gateway_svc.scheduler.events import EndedError, error_reason
+from gateway_svc.scheduler.events import EndedError
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import RequestError, failed
 
@@ -133,7 +133,7 @@ class ResponseRoutes:
             try:
                 body = await self._cancelled(request_id, tenant)
             except RequestError as error:
-                if error_reason(error) != "UNKNOWN_REQUEST":
+                if error.info.reason != "UNKNOWN_REQUEST":
                     raise
                 body = await self._object(request_id, tenant)
             await writer.json(200, body)

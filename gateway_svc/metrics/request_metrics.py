@@ -14,7 +14,6 @@ from gateway_svc.access.tenant import DEFAULT_CLASS
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.metrics.histogram import Histogram, Observations
 from gateway_svc.metrics.objectives import Objective, Objectives
-from gateway_svc.scheduler.events import error_reason
 from gateway_svc.scheduler.route import RoutingCounters
 from quire.service.errors import RequestError
 
@@ -185,7 +184,7 @@ class GatewayMetrics:
             yield
         except RequestError as error:
             self._failures.labels(error.code.name.lower()).inc()
-            is_fault = error.code in _FAULTS or error_reason(error) == _OVERLOAD
+            is_fault = error.code in _FAULTS or error.info.reason == _OVERLOAD
             raise
         except asyncio.CancelledError:
             self._failures.labels("cancelled").inc()

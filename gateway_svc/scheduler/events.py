@@ -131,27 +131,10 @@ def decode_failure(failure: scheduler_pb2.RequestFailure) -> RequestError:
     return error
 
 
-def error_info(error: RequestError) -> error_details_pb2.ErrorInfo:
-    """The error's ErrorInfo; an empty one if it has none."""
-    info = error_details_pb2.ErrorInfo()
-    for detail in error.packed_details():
-        if detail.Unpack(info):
-            break
-    return info
-
-
-def error_reason(error: RequestError) -> str:
-    """The reason in the error's ErrorInfo; empty if it has none."""
-    return str(error_info(error).reason)
-
-
 def retry_after_s(error: RequestError) -> float:
     """When to try again, as the error says; infinite if it does not."""
-    retry = error_details_pb2.RetryInfo()
-    for detail in error.packed_details():
-        if detail.Unpack(retry):
-            return float(retry.retry_delay.ToNanoseconds() / 1e9)
-    return math.inf
+    retry = error.detail(error_details_pb2.RetryInfo)
+    return math.inf if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
 
 
 def _unpack_logprobs(deltas: scheduler_pb2.TokenDeltas) -> Iterable[tuple[TokenLogprobs, ...]]:

@@ -9,7 +9,6 @@ from typing import Self
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from gateway_svc.scheduler.events import error_info
 from quire.internal.v1 import scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError
@@ -170,7 +169,7 @@ def metadata_of(ended: CallEnded) -> Mapping[str, str]:
         status = status_pb2.Status.FromString(ended.packed_status)
     except DecodeError:
         return {}
-    metadata: Mapping[str, str] = error_info(RequestError.from_status(status)).metadata
+    metadata: Mapping[str, str] = RequestError.from_status(status).info.metadata
     return metadata
 
 

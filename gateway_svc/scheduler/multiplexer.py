@@ -245,7 +245,7 @@ class Multiplexer:
         self, stream: RequestStream, failure: scheduler_pb2.RequestFailure
     ) -> None:
         error = events.decode_failure(failure)
-        if events.error_reason(error) in _TRANSIENT_REASONS:
+        if error.info.reason in _TRANSIENT_REASONS:
             self._start_timeout(stream)
             asyncio.get_running_loop().call_later(_RETRY_S, self._retry, stream.attachment)
         else:

@@ -188,7 +188,7 @@ class RequestRouter:
 
     def _on_failure(self, stream: RequestStream, error: RequestError) -> RequestError | None:
         """Continue a stream that its shard has failed elsewhere, or return its final error."""
-        reason = events.error_reason(error)
+        reason = error.info.reason
         if error.code is grpc.StatusCode.ABORTED and reason == "OTHER_SHARD":
             return self._follow(stream, error)
         if isinstance(stream.request, scheduler_pb2.Attachment):
@@ -296,7 +296,7 @@ class RequestRouter:
 
 def _named_shard(error: RequestError) -> int | None:
     """The shard that an error names; None if it names none."""
-    named = events.error_info(error).metadata.get("shard", "")
+    named = error.info.metadata.get("shard", "")
     return int(named) if named.isdecimal() and int(named) < _MAX_SHARDS else None
 
 

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+
+DetailT = TypeVar("DetailT", bound=Message)
 
 DOMAIN = "quire"
 # Limit of each text in an error. A status is sent in HTTP/2 headers, where gRPC guarantees 8 KiB
@@ -52,6 +54,16 @@ class RequestError(Exception):
         packed = [_packed(detail) for detail in self.details]
         fits = sum(detail.ByteSize() for detail in packed) <= _MAX_DETAILS_BYTES
         return packed if fits else []
+
+    def detail(self, kind: type[DetailT]) -> DetailT | None:
+        """The first detail of a type that its status has; None if there is none."""
+        found = kind()
+        return next((found for packed in self.packed_details() if packed.Unpack(found)), None)
+
+    @property
+    def info(self) -> error_details_pb2.ErrorInfo:
+        """Its ErrorInfo; an empty one if it has none."""
+        return self.detail(error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo()
 
 
 def _packed(detail: Message) -> any_pb2.Any:

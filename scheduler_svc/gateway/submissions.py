@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 import structlog
-from google.rpc import error_details_pb2
 from grpc import StatusCode
 
 from quire.internal.v1 import scheduler_pb2
@@ -212,7 +211,7 @@ class Submissions:
     def _refuse(
         self, submission: _Submission, error: RequestError, connection: GatewayConnection
     ) -> None:
-        self._engine.stats.refuse(submission.principal, _reason_of(error))
+        self._engine.stats.refuse(submission.principal, error.info.reason or error.code.name)
         connection.reject(submission.attachment, error)
 
     async def _refuse_surplus(
@@ -321,11 +320,6 @@ def other_shard(shard: int) -> RequestError:
         f"shard {shard} has the request",
         metadata={"shard": str(shard)},
     )
-
-
-def _reason_of(error: RequestError) -> str:
-    infos = [one for one in error.details if isinstance(one, error_details_pb2.ErrorInfo)]
-    return infos[0].reason if infos else error.code.name
 
 
 async def _nothing_more(within_s: float) -> bool:

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from gateway_svc.scheduler.events import error_info
 from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.errors import RequestError, abort, unavailable
 from quire.service.http2 import frames
@@ -173,7 +172,7 @@ async def test_the_details_of_a_status_are_reported() -> None:
     async with serving(fail, "127.0.0.1:0") as (address, _):
         ended = await (await Client.connected(address)).ended
     status = status_pb2.Status.FromString(ended.packed_status)
-    assert error_info(RequestError.from_status(status)).metadata == {"leader": "unix:/é"}
+    assert RequestError.from_status(status).info.metadata == {"leader": "unix:/é"}
 
 
 async def test_a_half_closed_call_ends_with_the_peers_status() -> None:
