@@ -2,7 +2,6 @@
 
 import asyncio
 
-import structlog
 from prometheus_client import CollectorRegistry
 
 from quire.internal.v1 import (
@@ -36,8 +35,6 @@ from scheduler_svc.store.cluster import ClusterStore
 from scheduler_svc.store.id_directory import IdDirectory
 from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.ticks import sleep_ticks
-
-log = structlog.get_logger()
 
 _SERVICES = (
     scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name,

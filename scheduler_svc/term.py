@@ -2,8 +2,6 @@
 
 import asyncio
 
-import structlog
-
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.sequence import NullSubscriber
 from scheduler_svc.core.tenants import export_tenants, restore_tenants
@@ -23,8 +21,6 @@ from scheduler_svc.process import Process
 from scheduler_svc.recovery import RecoveredState
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.store.store import Store
-
-log = structlog.get_logger()
 
 # Delay by which changes of readiness are announced together.
 HELLO_DELAY_S = 0.1

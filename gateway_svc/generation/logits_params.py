@@ -36,7 +36,6 @@ _MAX_PENALTY = 2.0
 _MAX_BIAS = 100.0
 # Logits that it divides or multiplies stay finite numbers.
 _REPETITION_PENALTIES = tuple(FloatValue(value=bound).value for bound in (1e-30, 1e30))
-_FORMAT = "sampling_params.structured_output"
 
 
 def check(params: inference_pb2.SamplingParams, vocab_size: int) -> None:

@@ -12,10 +12,8 @@ from waiting import until
 from quire.service.errors import failed
 from scheduler_svc.lane.steady.decoding import SteadyDecoding, _Step
 from scheduler_svc.store.decode_commits import DecodeCommits
-from scheduler_svc.store.types import CommitReply
 
 NUM_TOKENS = 120
-_OnEnd = Callable[[CommitReply | None], None]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,8 +14,6 @@ from worker_svc.model.served_model import BatchStates, ServedModel
 from worker_svc.plan.plans import BlockMoves
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.messages import Kind, Message, Messages
-
-log = structlog.get_logger()
 
 _Words = NDArray[np.int32]
 
