@@ -124,7 +124,7 @@ def resolve(resolved: scheduler_pb2.ResolvedParams, search: Search, vocab_size: 
         raise invalid(
             "params.max_tokens",
             "TOO_MANY_TOKENS",
-            f"is {resolved.max_tokens}, the room left in the context if not set; with "
+            f"is {resolved.max_tokens} (if not set, the room left in the context); with "
             f"{width} beams at most {max_tokens} is allowed",
         )
     resolved.temperature = 0.0

@@ -37,7 +37,9 @@ def _check_message(field: str, message: conversation_pb2.Message) -> None:
     check_at_most(role, "ROLE_LENGTH", len(message.role), MAX_ROLE_CHARACTERS, "characters")
     if message.tool_calls and message.role != "assistant":
         raise invalid(
-            f"{field}.tool_calls", "CALLS_OF_ROLE", f"are those of the role {message.role!r:.80}"
+            f"{field}.tool_calls",
+            "CALLS_OF_ROLE",
+            f"are in a message of the role {message.role!r:.80}; only the role assistant has calls",
         )
     check_at_most(f"{field}.tool_calls", "TOO_MANY_CALLS", len(message.tool_calls), MAX_CALLS)
     for at, call in enumerate(message.tool_calls):

@@ -23,7 +23,7 @@ def check_first_token(
         raise invalid(
             _STOP_TOKENS,
             "NO_POSSIBLE_TOKEN",
-            "excludes a token of the end of the reasoning, behind which the format can begin",
+            "excludes a token of the reasoning's end marker, after which the format can begin",
         )
     if begins_after or (first.may_end and ends):
         return

@@ -59,7 +59,7 @@ async def build(
             raise invalid(
                 "sampling_params.ignore_eos",
                 "IGNORE_EOS_WITH_FORMAT",
-                "is set with calls of tools that follow their schemas, which end the output",
+                "is set, but calls of tools that follow their schemas end the output; leave it out",
             )
         compiled = await _of_tools(conversation, model, parsing)
         if parsing.tool_format == HARMONY:

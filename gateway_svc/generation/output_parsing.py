@@ -33,8 +33,8 @@ def check_tools(
         raise invalid(
             f"{field}.tools",
             "UNKNOWN_TOOL_FORMAT",
-            "are for the model to choose from, and in which format it calls them is not known; "
-            "set --tool-call-parser of the gateway, or require a call by tool_choice",
+            "may be called, but the format of the model's calls is not known; set "
+            "--tool-call-parser of the gateway, or require a call by tool_choice",
         )
 
 

@@ -128,8 +128,8 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, "
-            f"as the model's {max_model_len} include at least 1 of output",
+            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, because the "
+            f"context of {max_model_len} tokens includes at least 1 of output",
         )
 
 
@@ -179,7 +179,7 @@ def check_num_logprobs(
         raise invalid(
             "sampling_params.max_tokens",
             "TOO_MANY_LOGPROBS",
-            f"is {resolved.max_tokens}, the room left in the context if not set; with "
+            f"is {resolved.max_tokens} (if not set, the room left in the context); with "
             f"logprobs = {resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} "
             "is allowed",
         )

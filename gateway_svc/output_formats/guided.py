@@ -239,8 +239,8 @@ def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
     properties = tool.schema.get("properties", {})
     if not isinstance(properties, dict) or {"$ref", "oneOf", "anyOf", "allOf"} & set(tool.schema):
         raise UnguidedError(
-            f"the schema of {tool.name} has other keywords than properties at its top, which this "
-            "model's format of calls cannot be guided by"
+            f"the schema of {tool.name} has keywords other than properties at its top, which "
+            "this model's format of calls does not support"
         )
     required = tool.schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):

@@ -49,9 +49,9 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         return {}
     whole = "" if root == "#" else f"the schema at {root} "
     if schema is False:
-        raise FormatError(f"{whole}is false, which nothing follows; use one that allows something")
+        raise FormatError(f"{whole}is false, which no value satisfies; use one that allows some")
     if not isinstance(schema, dict):
-        raise FormatError(f"{whole}is neither an object nor true, as a schema is")
+        raise FormatError(f"{whole}must be an object or true")
     dialect = schema.get("$schema")
     try:
         # References may name one part in several ways; it is changed once.

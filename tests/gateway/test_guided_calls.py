@@ -197,7 +197,7 @@ def test_an_argument_that_is_no_string_is_json() -> None:
 
 
 def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
-    with pytest.raises(UnguidedError, match="the schema of f has other keywords"):
+    with pytest.raises(UnguidedError, match="the schema of f has keywords other than properties"):
         structural_tag("glm", "", [GuidedTool("f", {"anyOf": [{}]})], True, True)
     for required in (5, [[]]):
         schema = {"properties": {"a": {}}, "required": required}

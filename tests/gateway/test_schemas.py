@@ -164,8 +164,8 @@ def test_a_refused_schema_names_its_keyword(
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ("false", "is false, which nothing follows"),
-        ("null", "is neither an object nor true"),
+        ("false", "is false, which no value satisfies"),
+        ("null", "must be an object or true"),
         ('{"minimum": NaN}', "is not JSON: NaN"),
         ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
         (f'{{"maximum": {10**400}}}', "is too large"),

@@ -155,7 +155,7 @@ def test_numbers_that_the_library_reads_well_are_served(compiler: StructuredOutp
     ("output", "reason"),
     [
         (pb.StructuredOutput(json_schema="{"), "is not JSON"),
-        (pb.StructuredOutput(json_schema="3"), "is neither an object"),
+        (pb.StructuredOutput(json_schema="3"), "must be an object or true"),
         (pb.StructuredOutput(json_schema="[" * 100_000), "nested too deeply"),
         (_schema(enum=[]), "refused"),
         (_schema(title="a" * MAX_FORMAT_BYTES), f"at most {MAX_FORMAT_BYTES}"),
