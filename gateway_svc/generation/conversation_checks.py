@@ -1,4 +1,7 @@
-"""Checks of a conversation's messages and tools. Pure; errors name the field."""
+"""Checks of a conversation's messages and tools. Pure.
+
+Errors name it `conversation`, which is its field in every request.
+"""
 
 import re
 
@@ -21,15 +24,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _A_NAME = "1 to 64 letters, digits, `_`, `-` and `.` are allowed"
 
 
-def check_messages(field: str, conversation: conversation_pb2.Conversation) -> None:
+def check_messages(conversation: conversation_pb2.Conversation) -> None:
     if not conversation.messages:
-        raise invalid(field, "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
+        raise invalid("conversation", "EMPTY_CONVERSATION", "has no messages; at least 1 is needed")
     # Before any work per message: millions of empty messages fit into a request.
     check_at_most(
-        f"{field}.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
+        "conversation.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
     )
     for at, message in enumerate(conversation.messages):
-        _check_message(f"{field}.messages[{at}]", message)
+        _check_message(f"conversation.messages[{at}]", message)
 
 
 def _check_message(field: str, message: conversation_pb2.Message) -> None:
@@ -54,12 +57,12 @@ def _check_message(field: str, message: conversation_pb2.Message) -> None:
         check_at_most(f"{field}.name", "NAME_LENGTH", len(message.name), 64, "characters")
 
 
-def check_tools(field: str, conversation: conversation_pb2.Conversation) -> None:
+def check_tools(conversation: conversation_pb2.Conversation) -> None:
     names: set[str] = set()
     num_bytes = 0
-    check_at_most(f"{field}.tools", "TOO_MANY_TOOLS", len(conversation.tools), MAX_TOOLS)
+    check_at_most("conversation.tools", "TOO_MANY_TOOLS", len(conversation.tools), MAX_TOOLS)
     for at, tool in enumerate(conversation.tools):
-        one = f"{field}.tools[{at}]"
+        one = f"conversation.tools[{at}]"
         _check_name(f"{one}.name", tool.name)
         if tool.name in names:
             raise invalid(f"{one}.name", "DUPLICATE_TOOL", f"is {tool.name!r} for a second time")
@@ -70,10 +73,11 @@ def check_tools(field: str, conversation: conversation_pb2.Conversation) -> None
         )
         if tool.HasField("parameters"):
             _check_object(f"{one}.parameters", tool.parameters)
-    _check_tool_choice(f"{field}.tool_choice", conversation.tool_choice, names)
+    _check_tool_choice(conversation.tool_choice, names)
 
 
-def _check_tool_choice(field: str, choice: conversation_pb2.ToolChoice, names: set[str]) -> None:
+def _check_tool_choice(choice: conversation_pb2.ToolChoice, names: set[str]) -> None:
+    field = "conversation.tool_choice"
     match choice.WhichOneof("choice"):
         case "name" if choice.name not in names:
             raise invalid(f"{field}.name", "UNKNOWN_TOOL", f"is {choice.name!r:.80}, not a tool")

@@ -24,14 +24,12 @@ _HARMONY_FINAL = "<|channel|>final<|message|>"
 _ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def check_tools(
-    field: str, conversation: conversation_pb2.Conversation, formats: ModelFormats
-) -> None:
+def check_tool_format(conversation: conversation_pb2.Conversation, formats: ModelFormats) -> None:
     """RequestError at the tools if their calls could not be read."""
     is_auto = chat_messages.offers_tools(conversation) and not is_forced(conversation)
     if is_auto and formats.tools is None:
         raise invalid(
-            f"{field}.tools",
+            "conversation.tools",
             "UNKNOWN_TOOL_FORMAT",
             "may be called, but the format of the model's calls is not known; set "
             "--tool-call-parser of the gateway, or require a call by tool_choice",

@@ -185,8 +185,8 @@ async def _tokenize(
         case "text":
             token_ids = await model.encode(request.text, True)
         case _:
-            output_parsing.check_tools("conversation", request.conversation, model.formats)
-            rendered = await model.render("conversation", request.conversation)
+            output_parsing.check_tool_format(request.conversation, model.formats)
+            rendered = await model.render(request.conversation)
             validation.check_text("conversation", rendered, limits)
             parsing = output_parsing.choose(request.conversation, model.formats, rendered)
             token_ids = await model.encode(rendered, False)

@@ -44,8 +44,8 @@ class TokenizationService:
                 )
                 validation.check_text("text", text, limits)
             case "conversation":
-                validation.check_conversation("conversation", request.conversation, limits)
-                text = rendered = await model.render("conversation", request.conversation)
+                validation.check_conversation(request.conversation, limits)
+                text = rendered = await model.render(request.conversation)
                 add_special_tokens = False
             case _:
                 raise invalid("text", "NO_INPUT", "is missing; set text or conversation")

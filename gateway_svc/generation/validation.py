@@ -88,18 +88,16 @@ def check_resume_window(window_s: int, maximum_s: int) -> None:
         raise out_of_range("resume_window_s", window_s, f"0 to {maximum_s}")
 
 
-def check_conversation(
-    field: str, conversation: conversation_pb2.Conversation, limits: ModelLimits
-) -> None:
+def check_conversation(conversation: conversation_pb2.Conversation, limits: ModelLimits) -> None:
     if not limits.has_chat_template:
         raise invalid(
-            field, "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
+            "conversation", "NO_CHAT_TEMPLATE", "is a conversation; the model has no chat template"
         )
-    check_messages(field, conversation)
-    check_tools(field, conversation)
-    _check_template_variables(f"{field}.chat_template_kwargs", conversation)
+    check_messages(conversation)
+    check_tools(conversation)
+    _check_template_variables(conversation)
     texts = (message.content + message.reasoning for message in conversation.messages)
-    check_text(field, "".join(texts), limits)
+    check_text("conversation", "".join(texts), limits)
 
 
 def check_text(field: str, text: str, limits: ModelLimits) -> None:
@@ -205,10 +203,11 @@ def _check_prompt(request: GenerationRequest, limits: ModelLimits) -> None:
             check_prompt_length(field, num_tokens, limits.max_model_len)
             check_token_ids(field, token_ids, limits.vocab_size)
         case "conversation":
-            check_conversation("conversation", request.conversation, limits)
+            check_conversation(request.conversation, limits)
 
 
-def _check_template_variables(field: str, conversation: conversation_pb2.Conversation) -> None:
+def _check_template_variables(conversation: conversation_pb2.Conversation) -> None:
+    field = "conversation.chat_template_kwargs"
     variables = conversation.chat_template_kwargs
     num_bytes = variables.ByteSize()
     check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")

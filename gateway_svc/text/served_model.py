@@ -111,9 +111,9 @@ class Model:
         """The characters of a tokenized text before each token."""
         return await self._in_thread(lambda: text_offsets(self.vocabulary, token_ids, text))
 
-    async def render(self, field: str, conversation: conversation_pb2.Conversation) -> str:
-        """Render a conversation. RequestError at `field` if the chat template refuses it. The
-        model must have a template.
+    async def render(self, conversation: conversation_pb2.Conversation) -> str:
+        """Render a conversation. RequestError if the chat template refuses it. The model must have
+        a template.
         """
         template = self.files.chat_template
         assert template is not None
@@ -131,7 +131,7 @@ class Model:
             return await self._in_thread(work)
         except TemplateError as error:
             reason = f"is refused by the chat template: {error}"
-            raise invalid(field, "CHAT_TEMPLATE_REFUSES", reason) from error
+            raise invalid("conversation", "CHAT_TEMPLATE_REFUSES", reason) from error
 
     def _token_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """In a thread. Only the library's calls for batches release the interpreter's lock; with
