@@ -44,7 +44,7 @@ class ShardConnection:
         on_state: Callable[[], object],
         on_cluster: Callable[[int, scheduler_pb2.ClusterState], object],
         on_standby: Callable[[int], object],
-        tls: TLS | None = None,
+        tls: TLS | None,
     ) -> None:
         self.shard = shard
         self.requests = requests

@@ -39,10 +39,10 @@ class Shards:
         wait_s: float,
         on_state: Callable[[str | None], object],
         counters: RoutingCounters,
-        tls: TLS | None = None,
+        tls: TLS | None,
     ) -> None:
         """`wait_s` bounds the wait for a leader. `on_state` is called with the reason why requests
-        cannot run on any shard, or None when they can."""
+        cannot run on any shard, or None when they can. `tls` is for the connections to leaders."""
         # Of all shards together: a request can run while one shard can run it.
         self.outages = Outages()
         self._addresses = addresses

@@ -59,7 +59,7 @@ class Discovery:
         options: LaneOptions,
         hooks: LaneHooks,
         leader_steps: Mapping[int, int],
-        tls: TLS | None = None,
+        tls: TLS | None,
     ) -> None:
         """`leader_steps`: the last step that an earlier term committed to each pool. `tls`: that of
         the connections to workers."""

@@ -21,7 +21,7 @@ class StepRelease:
         builder: StepBuilder,
         table: SequenceTable,
         stats: LaneStats,
-        kept: Set[Sequence] = frozenset(),
+        kept: Set[Sequence],
     ) -> None:
         """Rows that are `kept` are not released when they have ended, but with a later step."""
         self._kept = kept

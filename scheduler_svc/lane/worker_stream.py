@@ -85,7 +85,7 @@ class WorkerStream:
     @classmethod
     @asynccontextmanager
     async def connected(
-        cls, address: str, tls: TLS | None = None, host: str | None = None
+        cls, address: str, tls: TLS | None, host: str | None
     ) -> AsyncIterator[Self]:
         """Connect to a worker; close the stream at the end. With TLS its certificate has the
         host. LaneLost if it cannot be reached."""

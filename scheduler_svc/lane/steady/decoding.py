@@ -51,7 +51,7 @@ class _Step:
     next_indices: list[int]
     token_ids: list[int]
     growing: list[Sequence]
-    scheduling_s: float
+    scheduling_s: float = 0.0
     begun_at: float = 0.0  # of time.perf_counter
     redis_s: float = 0.0
     # None until Redis has replied, or if the commit must be repeated.
@@ -159,7 +159,7 @@ class SteadyDecoding:
         publications = columns.advance(token_ids, number)
         firsts = columns.next_indices
         nexts = [index + 1 for index in firsts]
-        step = _Step(number, publications, firsts, nexts, token_ids, growing, 0.0)
+        step = _Step(number, publications, firsts, nexts, token_ids, growing)
         self._step = step
         step.begun_at = time.perf_counter()
         step.scheduling_s = step.begun_at - started
