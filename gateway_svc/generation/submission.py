@@ -112,12 +112,8 @@ async def prepare(
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
     if parsing is not None:
         state.parsing.CopyFrom(parsing)
-    elif http is not None and http.format == gateway_pb2.FORMAT_RESPONSE:
-        # Its events are those of pieces, even if all of these are content.
-        state.parsing.SetInParent()
     if http is not None:
-        state.http.CopyFrom(http)
-        await _set_echo(state.http, model, prompt_token_ids, kept < len(all_token_ids))
+        await _add_http(state, http, model, prompt_token_ids, kept < len(all_token_ids))
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
     _finish_params(resolved, state, search, limits.vocab_size)
     submission = scheduler_pb2.Submission(
@@ -164,14 +160,24 @@ def _finish_params(
         state.search.CopyFrom(search.state())
 
 
-async def _set_echo(
-    http: gateway_pb2.HttpState, model: Model, prompt_token_ids: list[int], is_cut: bool
+async def _add_http(
+    state: gateway_pb2.ResumeState,
+    http: gateway_pb2.HttpState,
+    model: Model,
+    prompt_token_ids: list[int],
+    is_cut: bool,
 ) -> None:
-    """Set what precedes the output, of a prompt that may have been cut."""
+    """Add the state of an HTTP request, with what precedes the output of a prompt that may have
+    been cut."""
+    if http.format == gateway_pb2.FORMAT_RESPONSE:
+        # Its events are those of pieces, even if all of these are content.
+        state.parsing.SetInParent()
+    state.http.CopyFrom(http)
     if http.echo and is_cut:
-        http.echo = await model.decode(prompt_token_ids, False)
+        state.http.echo = await model.decode(prompt_token_ids, False)
     if http.echo_logprobs:
-        http.echo_offsets.extend(await model.text_offsets(prompt_token_ids, http.echo))
+        offsets = await model.text_offsets(prompt_token_ids, state.http.echo)
+        state.http.echo_offsets.extend(offsets)
 
 
 async def _tokenize(
