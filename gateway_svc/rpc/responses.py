@@ -129,7 +129,8 @@ def _add_tool_calls(choice: inference_pb2.Choice, update: ChoiceUpdate) -> None:
 async def _fill_prompt_logprobs(
     message: inference_pb2.GenerateResponse | R, running: Generation, texts: TokenTexts
 ) -> None:
-    """Yields to the event loop now and then: a prompt may have a million of them."""
+    """Fill them in, if they are wanted. A prompt may have a million of them, so this yields to the
+    event loop after each chunk."""
     if running.prompt_logprobs is None:
         return
     message.prompt_logprobs.add()

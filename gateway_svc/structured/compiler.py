@@ -53,7 +53,7 @@ class StructuredOutputCompiler:
     """The formats of one model. Keeps the grammars used last, so that they are checked once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Reads the vocabulary, which holds the interpreter for a second for 150,000 tokens; no
+        """Read the vocabulary, which holds the interpreter for a second for 150,000 tokens; no
         request should wait for that. If the library does not read the tokenizer, which is logged,
         all formats are refused."""
         self._vocabulary = _read_vocabulary(tokenizer, vocab_size)

@@ -43,7 +43,8 @@ class _WaitingRow:
     compiled: Future[LLMatcher]
 
     def begin(self, end_id: int) -> RowGrammar:
-        """Waits until the grammar is compiled; raises what the library does."""
+        """Follow the grammar through the output so far. Waits until it is compiled, and raises what
+        the library does."""
         followed = RowGrammar(
             self.compiled.result().deep_copy(),
             self.grammar.begins_after_token_ids,

@@ -127,7 +127,8 @@ def load_model(
     their inputs. With a `shard` only that is loaded; the fingerprint is that of the whole model.
 
     ModelError: not found, no safetensors, or a class that cannot be served. WrongSettingError:
-    `max_model_len` is larger than the model's own, or a quantisation that is not possible.
+    `max_model_len` is larger than the model's own, a quantisation that is not possible, or
+    `int8_activations` without quantised weights.
     """
     progress = progress or LoadProgress()
     folder = find_model(model, revision, list(WEIGHTS_FILES), progress)

@@ -61,8 +61,8 @@ class Place:
 
 
 def place_of(environment: Mapping[str, str], settings: WorkerSettings) -> Place | None:
-    """That of the variables of torchrun; None without them. WrongSettingError, with both values, if
-    they are for another number of ranks."""
+    """The place that torchrun's variables name; None without them. WrongSettingError if one is
+    missing or wrong, or if they are for another number of ranks."""
     if "RANK" not in environment:
         return None
     missing = [name for name in VARIABLES if name not in environment]
@@ -97,5 +97,5 @@ def _number(name: str, value: str) -> int:
 
 
 def own_place(settings: WorkerSettings) -> Place | None:
-    """`place_of` this process."""
+    """The place of this process, by `place_of`."""
     return place_of(os.environ, settings)

@@ -48,8 +48,9 @@ class LeadingRanks:
 
 
 def start_ranks(settings: WorkerSettings) -> LeadingRanks:
-    """Returns before the others are there: all load their shards at once. WrongSettingError as in
-    `place_of`."""
+    """Start the other ranks on this machine, unless this process was started as one of several.
+    Return before the others are there: all load their shards at once. WrongSettingError as in
+    `own_place`, and for another rank than 0."""
     place = own_place(settings)
     if place is not None:
         if place.rank != 0:
