@@ -86,6 +86,24 @@ def test_files_and_folders_that_are_named_exist(document: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists() and name not in generated] == []
 
 
+def test_names_occur_in_the_files_that_are_named_with_them() -> None:
+    """As `Quotas.excess` (`scheduler_svc/core/quotas.py`), or with "in" or "of" between them."""
+    file = rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+\.\w+)`"
+    named = re.compile(rf"`([\w.]+)(?:\(\))?`(?:\s+\(|\s+in\s+|\s+of\s+){file}")
+    found = [
+        (document.name, *match.groups())
+        for document in DOCUMENTS
+        for match in named.finditer(document.read_text())
+    ]
+    assert len(found) > 20
+    wrong = [
+        (document, name, path)
+        for document, name, path in found
+        if name.rpartition(".")[2] not in (ROOT / path).read_text()
+    ]
+    assert wrong == []
+
+
 @each_document
 def test_make_targets_that_are_named_exist(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
