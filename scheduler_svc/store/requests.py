@@ -46,7 +46,7 @@ class RequestRecord:
     @property
     def log_fields(self) -> dict[str, str]:
         """What identifies the request in a record of the log."""
-        fields = {"request": self.key.request_id}
+        fields = {"request_id": self.key.request_id}
         if self.trace_context is not None:
             fields["trace_id"] = self.trace_context.trace_id_hex
         return fields

@@ -213,4 +213,4 @@ async def test_a_failed_row_is_logged_with_the_trace(redis_url, sockets):
             [received] = await gateway.wait_ended(attachment)
         assert received.failure is not None
     [record] = [record for record in logged if record["event"] == "row failed"]
-    assert (record["request"], record["trace_id"]) == ("r", PARENT.trace_id_hex)
+    assert (record["request_id"], record["trace_id"]) == ("r", PARENT.trace_id_hex)
