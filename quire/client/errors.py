@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -42,6 +42,15 @@ class QuireError(Exception):
         self.resumable = resumable
         # The scheduler that leads, if a standby has named it.
         self.leader = leader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the attributes. Python's own way passes `args`, which has only the
+        text; a pool of processes would then break at the first failure of a call."""
+        return _without_init, (type(self), *self.args), vars(self)
+
+
+def _without_init(kind: type[QuireError], text: str) -> QuireError:
+    return kind.__new__(kind, text)
 
 
 class InvalidArgumentError(QuireError):

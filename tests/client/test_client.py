@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import grpc
 import pytest
 from scripted_server import MAX_CALLS
@@ -223,6 +226,15 @@ def test_a_status_becomes_an_error_that_names_the_field(client):
     assert error.field == "sampling_params.temperature"
     assert error.reason == "NEGATIVE"
     assert error.retry_after_s is None
+
+
+def test_an_error_is_the_same_when_it_is_pickled_or_copied(client):
+    with pytest.raises(QuireError) as caught:
+        client.generate("bad")
+    error = caught.value
+    # As a pool of processes returns it; by default it would take the pool with it.
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
 
 
 def test_an_error_has_the_time_to_retry(server):
