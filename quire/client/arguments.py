@@ -8,12 +8,16 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 
+from google.protobuf import struct_pb2
+
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 # Three years. A deadline that overflows gRPC's clock is treated as expired.
 _LONGEST_TIMEOUT_S = 1e8
+# Protobuf reads 100 messages inside one another: a request, and three for each level of a Struct.
+_MAX_STRUCT_LEVELS = 32
 
 
 def check_integer(name: str, value: object, maximum: int, minimum: int = 0) -> None:
@@ -32,6 +36,10 @@ def check_integer(name: str, value: object, maximum: int, minimum: int = 0) -> N
 def check_number(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise wrong_type(name, "a number", value)
+    try:
+        float(value or 0)
+    except OverflowError:
+        raise ValueError(f"{name}: must be a number of 64 bits (got a larger one)") from None
 
 
 def check_flag(name: str, value: object) -> None:
@@ -73,8 +81,37 @@ def check_json(name: str, value: object) -> None:
     except UnicodeEncodeError:
         # A lone surrogate.
         raise ValueError(f"{name}: has a text that is no valid UTF-8") from None
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{name}: is nested too deeply") from None
+    except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: not representable as JSON: {error}") from None
+
+
+def to_struct(name: str, value: object) -> struct_pb2.Struct | None:
+    """Convert an object of any JSON; None if it is absent or empty. TypeError or ValueError for
+    what a message cannot contain."""
+    check_json(name, value)
+    if not isinstance(value, Mapping) or not value:
+        return None
+    # As JSON has it: keys of inner objects are texts, and tuples lists.
+    plain = json.loads(json.dumps(dict(value)))
+    if _num_levels(plain) > _MAX_STRUCT_LEVELS:
+        raise ValueError(f"{name}: is nested in more than {_MAX_STRUCT_LEVELS} levels")
+    struct = struct_pb2.Struct()
+    try:
+        struct.update(plain)
+    except OverflowError:
+        raise ValueError(f"{name}: has a number of more than 64 bits") from None
+    return struct
+
+
+def _num_levels(value: object) -> int:
+    """The number of objects and lists inside one another."""
+    num_levels, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        num_levels += 1
+        level = [part for one in level for part in (one.values() if isinstance(one, dict) else one)]
+    return num_levels
 
 
 def check_token_ids(name: str, value: object) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from google.protobuf import struct_pb2
 from typing_extensions import TypedDict
 
-from quire.client.arguments import check_flag, check_json, check_text, wrong_type
+from quire.client.arguments import check_flag, check_json, check_text, to_struct, wrong_type
 from quire.v1 import conversation_pb2
 
 # {"role": "user", "content": "Hello"}; an assistant's message may have "tool_calls" and
@@ -82,12 +81,9 @@ def fill_options(conversation: conversation_pb2.Conversation, options: Conversat
     choice = options.get("tool_choice")
     if choice is not None:
         conversation.tool_choice.CopyFrom(_tool_choice(choice))
-    variables = options.get("chat_template_kwargs")
-    check_json("chat_template_kwargs", variables)
-    if variables:
-        struct = struct_pb2.Struct()
-        struct.update(dict(variables))
-        conversation.chat_template_kwargs.CopyFrom(struct)
+    variables = to_struct("chat_template_kwargs", options.get("chat_template_kwargs"))
+    if variables is not None:
+        conversation.chat_template_kwargs.CopyFrom(variables)
 
 
 def _message(message: Message) -> conversation_pb2.Message:

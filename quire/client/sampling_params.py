@@ -4,18 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from google.protobuf import struct_pb2
-
 from quire.client.arguments import (
     UINT32_MAX,
     UINT64_MAX,
     check_flag,
     check_integer,
-    check_json,
     check_number,
     check_text,
     check_texts,
     check_token_ids,
+    to_struct,
     wrong_type,
 )
 from quire.client.structured_output import StructuredOutput
@@ -125,7 +123,7 @@ class SamplingParams:
             raise wrong_type("logprobs_mode", "'raw' or 'processed'", self.logprobs_mode)
         if not isinstance(self.structured_output, StructuredOutput | None):
             raise wrong_type("structured_output", "a StructuredOutput", self.structured_output)
-        check_json("processor_args", self.processor_args)
+        to_struct("processor_args", self.processor_args)
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -166,7 +164,7 @@ class SamplingParams:
             structured_output=(
                 None if self.structured_output is None else self.structured_output.to_proto()
             ),
-            processor_args=_struct(self.processor_args),
+            processor_args=to_struct("processor_args", self.processor_args),
         )
 
 
@@ -225,14 +223,6 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
         )
-
-
-def _struct(values: Mapping[str, Any] | None) -> struct_pb2.Struct | None:
-    if not values:
-        return None
-    struct = struct_pb2.Struct()
-    struct.update(dict(values))
-    return struct
 
 
 def _check_bias(biases: object) -> None:

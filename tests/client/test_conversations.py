@@ -95,6 +95,7 @@ def test_messages_of_a_loop_of_tools(call):
         ([USER], {"tool_choice": "some"}, TypeError, "tool_choice: must be 'auto'"),
         ([USER], {"parallel_tool_calls": 1}, TypeError, "parallel_tool_calls: must be True"),
         ([USER], {"chat_template_kwargs": [1]}, TypeError, "chat_template_kwargs: must be"),
+        ([USER], {"chat_template_kwargs": {"a": 10**400}}, ValueError, "kwargs: has a number of"),
         ([{"role": "user"}], {}, ValueError, "messages: expected"),
         ([{"role": "user", "content": 5}], {}, ValueError, "messages: expected"),
         ([{**USER, "other": 1}], {}, ValueError, "messages: expected"),

@@ -7,6 +7,14 @@ from quire import SamplingParams, StructuredOutput
 from quire.v1 import inference_pb2
 
 
+def nested(num_levels):
+    """Objects inside one another."""
+    value = {}
+    for _ in range(num_levels - 1):
+        value = {"a": value}
+    return value
+
+
 def test_none_stays_absent_and_zero_is_sent():
     message = SamplingParams(temperature=0.0, top_k=0, logprobs=0).to_proto()
     present = {field.name for field, _ in message.ListFields()}
@@ -162,6 +170,30 @@ def test_a_single_stop_string_may_be_a_text():
 def test_a_value_out_of_range_is_named(name, value, shown):
     with pytest.raises(ValueError, match=rf"{name}.*: must .* \(got {shown}\)"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", 10**400, "temperature: must be a number of 64 bits"),
+        ("logit_bias", {1: 10**400}, r"logit_bias\[1\]: must be a number of 64 bits"),
+        ("processor_args", {"a": 10**400}, "processor_args: has a number of more than 64 bits"),
+        ("processor_args", nested(33), "processor_args: is nested in more than 32 levels"),
+        ("processor_args", nested(100_000), "processor_args: is nested"),
+    ],
+)
+def test_a_value_that_no_message_can_contain_is_named(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{name: value})
+
+
+def test_arguments_of_processors_are_sent_as_json_has_them():
+    given = {"a": {1: (2, None)}, "deep": nested(31)}
+    sent = inference_pb2.SamplingParams.FromString(
+        SamplingParams(processor_args=given).to_proto().SerializeToString()
+    )
+    expected = {"a": {"1": [2, None]}, "deep": nested(31)}
+    assert json_format.MessageToDict(sent.processor_args) == expected
 
 
 @pytest.mark.parametrize(
