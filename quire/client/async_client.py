@@ -60,9 +60,11 @@ _Stream: TypeAlias = (
 
 
 class AsyncClient:
-    """The asyncio variant of `Client`: the same methods, arguments, errors and retries.
+    """The asyncio variant of `Client`: the same methods, without `beam_search_all`, arguments,
+    errors and retries.
 
-    It uses the event loop of its first call. Cancelling a task cancels its call.
+    It belongs to the event loop of its first call: RuntimeError for a call in another one.
+    Cancelling a task cancels its call.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class AsyncClient:
         self._resume_timeout_s = resume_timeout(resume_timeout_s)
         self._on_break = on_break
         self.target = target
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._inference_stubs: dict[str, InferenceServiceAsyncStub] = {}
         self._closed = False
@@ -265,7 +268,7 @@ class AsyncClient:
             timeout = retry_policy.begin_attempt()
             method = method_for(retry_policy.target)
             try:
-                with translate_aio_errors(retry_policy.target, self._is_closed):
+                with translate_aio_errors(retry_policy.target, lambda: self._closed):
                     response = await method(request, timeout=timeout, metadata=self._metadata)
             except QuireError as error:
                 await asyncio.sleep(retry_policy.backoff_s(error))
@@ -279,7 +282,7 @@ class AsyncClient:
             while not stream.is_complete:
                 call = self._begin(stream)
                 try:
-                    with translate_aio_errors(stream.retry_policy.target, self._is_closed):
+                    with translate_aio_errors(stream.retry_policy.target, lambda: self._closed):
                         async for message in call:
                             if (delta := stream.take(message)) is not None:
                                 yield delta
@@ -311,9 +314,6 @@ class AsyncClient:
                     request, timeout=CANCEL_TIMEOUT_S, metadata=self._metadata
                 )
 
-    def _is_closed(self) -> bool:
-        return self._closed
-
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)
         return RetryPolicy(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
@@ -335,6 +335,9 @@ class AsyncClient:
         """Created at the first call, because gRPC binds a channel to the running event loop."""
         if self._closed:
             raise ValueError("the client is closed")
+        if self._loop not in (None, loop := asyncio.get_running_loop()):
+            raise RuntimeError("the client belongs to another event loop: make one for each loop")
+        self._loop = loop
         if target not in self._channels:
             self._channels[target] = open_aio_channel(target, client_options(target), self._tls)
         return self._channels[target]

@@ -13,7 +13,7 @@ from quire.client.conversations import Conversation
 from quire.client.errors import QuireError, translate_errors
 from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
-from quire.client.prompts import Prompt
+from quire.client.prompts import Prompt, several_prompts
 from quire.client.requests import (
     RequestOptions,
     beam_search_output,
@@ -209,7 +209,8 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> list[BeamSearchOutput]:
         """Search all prompts concurrently. The first failure is raised and cancels the others."""
-        requests = [beam_search_request(prompt, params, options) for prompt in prompts]
+        each = several_prompts(prompts)
+        requests = [beam_search_request(prompt, params, options) for prompt in each]
         responses = self._call_all(
             lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,
             requests,

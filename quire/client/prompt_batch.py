@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from quire.client.errors import QuireError
 from quire.client.outputs import RequestOutput
-from quire.client.prompts import Prompt
-from quire.client.requests import RequestOptions, fill_request, request_output
+from quire.client.prompts import Prompt, several_prompts
+from quire.client.requests import RequestOptions, fill_request, params_of_each, request_output
 from quire.client.sampling_params import SamplingParams
 from quire.v1 import inference_pb2
 
@@ -25,7 +25,10 @@ class PromptBatch:
         return_exceptions: bool,
         on_end: OnEnd | None,
     ) -> None:
-        """TypeError or ValueError for an invalid prompt, unless `return_exceptions`."""
+        """TypeError or ValueError for an invalid prompt, unless `return_exceptions`, and for
+        arguments that are no lists of the same length."""
+        prompts = several_prompts(prompts)
+        each = params_of_each(sampling_params, len(prompts))
         # Of all valid prompts.
         self.requests: list[inference_pb2.GenerateRequest] = []
         self._return_exceptions = return_exceptions
@@ -33,7 +36,7 @@ class PromptBatch:
         # Positions of the requests among the prompts.
         self._positions: list[int] = []
         self._results: dict[int, RequestOutput | Exception] = {}
-        for position, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        for position, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             try:
                 request = fill_request(inference_pb2.GenerateRequest(), prompt, params, options)
             except (TypeError, ValueError) as error:

@@ -40,6 +40,13 @@ def each_prompt(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
+def several_prompts(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return prompts as a list. TypeError for other values, such as one text."""
+    if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Iterable):
+        raise wrong_type("prompts", "a list of prompts", prompts)
+    return list(prompts)
+
+
 def each_conversation(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """Return one or several conversations as a list. TypeError for other values."""
     if is_conversation(messages):

@@ -4,7 +4,7 @@ Functions raise TypeError or ValueError for arguments that a message cannot cont
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -82,6 +82,18 @@ def fill_request(
         # A retry needs an id, so that the server recognises the request.
         request.request_id = uuid4().hex
     return request
+
+
+def params_of_each(
+    sampling_params: Iterable[SamplingParams | None], num_prompts: int
+) -> list[SamplingParams | None]:
+    """The parameters of each prompt as a list. TypeError or ValueError for what is none."""
+    if isinstance(sampling_params, str | bytes) or not isinstance(sampling_params, Iterable):
+        raise wrong_type("sampling_params", "a list of SamplingParams", sampling_params)
+    each = list(sampling_params)
+    if len(each) != num_prompts:
+        raise ValueError(f"{len(each)} sampling parameters for {num_prompts} prompts")
+    return each
 
 
 def request_output(
@@ -179,6 +191,8 @@ def cancel_request(request_id: str) -> inference_pb2.CancelGenerateRequest:
 
 def check_resumption(request_id: object, next_token_indices: object) -> None:
     _check_request_id(request_id)
+    if next_token_indices is None:
+        raise wrong_type("next_token_indices", "a list of integers", next_token_indices)
     check_token_ids("next_token_indices", next_token_indices)
 
 

@@ -130,7 +130,7 @@ def open_channel(
     has no TLS."""
     if tls is None or target.startswith("unix:"):
         return grpc.insecure_channel(target, options=options)
-    return grpc.secure_channel(target, tls.credentials(), options=_with_name(options, tls, name))
+    return grpc.secure_channel(target, _credentials(tls), options=_with_name(options, tls, name))
 
 
 def open_aio_channel(
@@ -140,8 +140,14 @@ def open_aio_channel(
     if tls is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(
-        target, tls.credentials(), options=_with_name(options, tls, name)
+        target, _credentials(tls), options=_with_name(options, tls, name)
     )
+
+
+def _credentials(tls: object) -> grpc.ChannelCredentials:
+    if not isinstance(tls, TLS):
+        raise TypeError(f"tls: must be a quire.TLS (got {tls!r:.100})")
+    return tls.credentials()
 
 
 def _with_name(options: _Options, tls: TLS, name: str | None) -> _Options:

@@ -91,6 +91,22 @@ def test_a_client_can_be_created_without_a_running_loop(server):
     assert asyncio.run(ask()) == "HELLO"
 
 
+def test_a_client_of_another_loop_refuses_calls(server):
+    client = AsyncClient(server.target)
+
+    async def ask() -> str:
+        return (await client.generate("hello")).text
+
+    async def ask_and_ask_elsewhere() -> str:
+        text = await ask()
+        with pytest.raises(RuntimeError, match="the client belongs to another event loop"):
+            await asyncio.to_thread(asyncio.run, ask())
+        await client.close()
+        return text
+
+    assert asyncio.run(ask_and_ask_elsewhere()) == "HELLO"
+
+
 async def test_a_closed_client_refuses_calls(async_client):
     await async_client.close()
     with pytest.raises(ValueError, match="the client is closed"):

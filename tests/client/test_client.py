@@ -171,6 +171,30 @@ def test_invalid_arguments_of_other_calls_are_named(client):
         client.detokenize("abc")
     with pytest.raises(TypeError, match="request_id: must be a text"):
         client.cancel(None)
+    with pytest.raises(TypeError, match="next_token_indices: must be a list of integers"):
+        client.resume("r1", None)
+    with pytest.raises(TypeError, match=r"tls: must be a quire.TLS \(got True\)"):
+        Client("localhost:50051", tls=True)
+
+
+@pytest.mark.parametrize("prompts", ["ab", b"ab", None, {"prompt": "ab"}])
+def test_prompts_are_a_list_and_not_one_text(client, server, prompts):
+    with pytest.raises(TypeError, match=r"prompts: must be a list of prompts \(got "):
+        client.generate_all(prompts, [None, None])
+    with pytest.raises(TypeError, match=r"prompts: must be a list of prompts \(got "):
+        client.beam_search_all(prompts)
+    assert server.inference.requests == []
+
+
+def test_parameters_are_a_list_as_long_as_the_prompts(client, server):
+    params = SamplingParams(seed=1)
+    with pytest.raises(TypeError, match="sampling_params: must be a list of SamplingParams"):
+        client.generate_all(["a", "b"], params)
+    with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
+        client.generate_all(["a", "b"], [params])
+    assert server.inference.requests == []
+    outputs = client.generate_all((text for text in "ab"), (params for _ in range(2)))
+    assert [output.text for output in outputs] == ["A", "B"]
 
 
 @pytest.mark.parametrize("target", [None, 50051, "", "http://127.0.0.1:50051", "localhost"])
