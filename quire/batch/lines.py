@@ -87,11 +87,22 @@ def parse_line(line: str) -> BatchRequest:
         first = invalid.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the line"
         raise InvalidLine(f"{where}: {first['msg']}", custom_id) from None
-    if not _is_sendable(request.body):
-        raise InvalidLine("body: has a number or a character that JSON does not have", custom_id)
     if request.body.get("stream"):
         raise InvalidLine("body.stream: must be absent or false in a batch", custom_id)
     return request
+
+
+def encoded_body(request: BatchRequest) -> bytes:
+    """The body to send. InvalidLine if it is nested too deeply, or has an infinite number or half
+    of a surrogate pair. Made only here: how deep JSON may be depends on the depth of the calls."""
+    try:
+        text = json.dumps(request.body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode()
+    except RecursionError:
+        message = "body: is nested too deeply"
+    except ValueError:
+        message = "body: has a number or a character that JSON does not have"
+    raise InvalidLine(message, request.custom_id)
 
 
 def _is_encodable(text: str) -> bool:
@@ -100,11 +111,3 @@ def _is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _is_sendable(body: dict[str, Any]) -> bool:
-    """Whether the body can be sent: it has no infinite number and no half of a surrogate pair."""
-    try:
-        return _is_encodable(json.dumps(body, ensure_ascii=False, allow_nan=False))
-    except (ValueError, RecursionError):
-        return False

@@ -13,11 +13,12 @@ import httpx2
 from quire.batch.lines import (
     BatchError,
     BatchOutput,
-    BatchRequest,
     BatchResponse,
     InvalidLine,
+    encoded_body,
     parse_line,
 )
+from quire.client.targets import key_metadata
 from quire.service.addresses import is_loopback
 from quire.service.tls import TLS
 
@@ -74,6 +75,7 @@ class BatchRunner:
         request_id = f"batch_req_{uuid4().hex}"
         try:
             request = parse_line(line)
+            body = encoded_body(request)
             seen[request.custom_id] += 1
             if seen[request.custom_id] > 1:
                 raise InvalidLine(_DUPLICATE, request.custom_id)
@@ -81,18 +83,18 @@ class BatchRunner:
             cause = BatchError("invalid_line", str(error))
             return BatchOutput(request_id, error.custom_id, error=cause)
         try:
-            response = await self._respond(request, request_id)
+            response = await self._respond(request.url, body, request_id)
         except (httpx2.HTTPError, ValueError) as error:
             cause = BatchError("no_response", f"{type(error).__name__}: {error}")
             return BatchOutput(request_id, request.custom_id, error=cause)
         return BatchOutput(request_id, request.custom_id, response=response)
 
-    async def _respond(self, request: BatchRequest, request_id: str) -> BatchResponse:
+    async def _respond(self, url: str, body: bytes, request_id: str) -> BatchResponse:
         """HTTPError without a response, ValueError if it is not JSON."""
         failing_since_s: float | None = None
         backoff_s = _FIRST_BACKOFF_S
         while True:
-            outcome = await self._attempt(request, request_id)
+            outcome = await self._attempt(url, body, request_id)
             response = outcome if isinstance(outcome, httpx2.Response) else None
             if response is not None and response.status_code not in _TRANSIENT:
                 self._progress_s = time.monotonic()
@@ -109,13 +111,13 @@ class BatchRunner:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _attempt(
-        self, request: BatchRequest, request_id: str
+        self, url: str, body: bytes, request_id: str
     ) -> httpx2.Response | httpx2.TransportError:
         try:
             return await self._client.post(
-                request.url.removeprefix("/v1/"),
-                json=request.body,
-                headers={"X-Request-Id": request_id},
+                url.removeprefix("/v1/"),
+                content=body,
+                headers={"Content-Type": "application/json", "X-Request-Id": request_id},
                 extensions=self._extensions,
             )
         except httpx2.TransportError as error:
@@ -137,15 +139,15 @@ def _retry_after_s(response: httpx2.Response | None) -> float:
 def _client(
     url: str, api_key: str | None, tls: TLS | None, max_concurrency: int
 ) -> httpx2.AsyncClient:
-    """ValueError unless the URL is one of HTTP. A response may take any time. A server on this
-    machine is not reached through a proxy."""
+    """ValueError for a URL that is not one of HTTP, or a key that is none. A response may take any
+    time. A server on this machine is not reached through a proxy."""
     parsed = httpx2.URL(url)
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"--base-url: expected http://host:port/v1 (got {url!r})")
     return httpx2.AsyncClient(
         base_url=url,
         verify=True if tls is None else tls.ssl_context(),
-        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        headers=dict(key_metadata(api_key)),
         timeout=httpx2.Timeout(None, connect=10.0),
         limits=httpx2.Limits(max_connections=max_concurrency),
         trust_env=not is_loopback(f"{parsed.host}:{parsed.port or 80}"),

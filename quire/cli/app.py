@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -160,6 +160,15 @@ Timeout = Annotated[
     float | None, typer.Option("--timeout", parser=seconds, help="Deadline of the call in seconds.")
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show the services' logs.")]
+
+
+def opened_stdin() -> TextIO:
+    """Standard input. ValueError if the program was started without one."""
+    # Python's own type does not say that it is None then.
+    stdin: TextIO | None = sys.stdin
+    if stdin is None:
+        raise ValueError("standard input is closed")
+    return stdin
 
 
 def _message(error: Exception) -> str:

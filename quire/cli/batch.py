@@ -14,7 +14,14 @@ from rich import progress
 from rich.console import Console
 
 from quire.batch.lines import BatchOutput
-from quire.cli.app import ApiKey, given_tls, integer_option, number_option, report_errors
+from quire.cli.app import (
+    ApiKey,
+    given_tls,
+    integer_option,
+    number_option,
+    opened_stdin,
+    report_errors,
+)
 from quire.service.tls import TLS
 
 DEFAULT_BASE_URL: Final = "http://127.0.0.1:8000/v1"
@@ -52,7 +59,7 @@ def run_batch(
         raise ValueError(f"--max-concurrency: must be at least 1 (got {max_concurrency})")
     if not retry_timeout >= 0:
         raise ValueError(f"--retry-timeout: must not be negative (got {retry_timeout})")
-    if source == destination != _STANDARD:
+    if _is_same_file(source, destination):
         raise ValueError(f"--output: {destination} is the input")
     lines = [line for line in _read(source) if line.strip()]
     runner = _runner(base_url, api_key, given_tls(context), max_concurrency, retry_timeout)
@@ -72,6 +79,13 @@ def run_batch(
         raise typer.Exit(1)
 
 
+def _is_same_file(source: Path, destination: Path) -> bool:
+    """Whether the outputs would overwrite the input, also under another name or by a link."""
+    if _STANDARD in (source, destination) or not destination.is_file():
+        return False
+    return source.exists() and source.samefile(destination)
+
+
 def _runner(
     url: str, api_key: str | None, tls: TLS | None, max_concurrency: int, retry_timeout_s: float
 ) -> Any:
@@ -85,7 +99,7 @@ def _runner(
 
 def _read(path: Path) -> list[str]:
     """The lines of a file. Bytes that are not UTF-8 become surrogates, which no line may have."""
-    data = sys.stdin.buffer.read() if path == _STANDARD else path.read_bytes()
+    data = opened_stdin().buffer.read() if path == _STANDARD else path.read_bytes()
     # Only line feeds separate lines: others, such as U+2028, may stand in JSON texts.
     return data.decode(errors="surrogateescape").split("\n")
 

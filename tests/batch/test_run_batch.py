@@ -142,6 +142,7 @@ def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
         (("--max-concurrency", "0"), "--max-concurrency: must be at least 1 (got 0)"),
         (("--retry-timeout", "-1"), "--retry-timeout: must not be negative (got -1.0)"),
         (("--base-url", "localhost"), "--base-url: expected http://host:port/v1"),
+        (("--api-key", "é"), "api_key: must be one word of visible ASCII characters"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, options, message):
@@ -158,6 +159,25 @@ def test_the_input_is_not_overwritten(tmp_path):
     result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", str(source)])
     assert result.exit_code == 1
     assert source.read_text() == request("a", "x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(source)
+    for name in ("folder/../in.jsonl", "link"):
+        destination = str(tmp_path / name)
+        result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", destination])
+        assert result.stderr == f"quire: --output: {destination} is the input\n"
+        assert source.read_text() == request("a", "x")
+
+
+def test_a_body_that_is_nested_too_deeply_leaves_the_others(run_batch):
+    """At each depth it can be read and not be sent, or sent, or not even be read."""
+    depths = range(sys.getrecursionlimit() // 2, sys.getrecursionlimit(), 7)
+    deep = [line(custom_id=str(d), body={"prompt": "x"})[:-2] for d in depths]
+    deep = [f'{one}, "a": {"[" * d}{"]" * d}}}}}' for one, d in zip(deep, depths, strict=True)]
+    status, outputs, _ = run_batch(request("good", "x"), *deep, request("last", "y"))
+    assert (status, len(outputs)) == (1, len(depths) + 2)
+    failed = [output["error"]["message"] for output in outputs if output["response"] is None]
+    assert all("nested too deeply" in one or "recursion" in one for one in failed)
+    assert {"good", "last"} <= {o["custom_id"] for o in outputs if o["response"]}
 
 
 def test_standard_input_and_output(api):
