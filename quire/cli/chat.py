@@ -1,7 +1,6 @@
 """The command `chat`: a conversation with a running server."""
 
 import importlib
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from quire.cli.app import (
     Targets,
     Timeout,
     given_tls,
+    opened_stdin,
     report_errors,
 )
 from quire.cli.connection import RetryReport, connect
@@ -78,13 +78,14 @@ def chat(
     if one of them failed.
     """
     options: RequestOptions = {"model": model, "priority": priority}
-    is_terminal = sys.stdin.isatty()
+    stdin = opened_stdin()
+    is_terminal = stdin.isatty()
     report = RetryReport()
     with connect(target, api_key, given_tls(context), resume_timeout, report) as client:
         repl = ChatRepl(client, params, options, timeout, Conversation(system))
         if is_terminal:
             typer.echo("Chat; /help lists the commands, Ctrl-D ends.", err=True)
-        for line in _terminal_lines() if is_terminal else _lines(sys.stdin):
+        for line in _terminal_lines() if is_terminal else _lines(stdin):
             report.reset()
             if not repl.take(line):
                 break
@@ -145,10 +146,12 @@ class ChatRepl:
                 _print_stream(stream, parts)
         except KeyboardInterrupt:
             typer.echo("\n(stopped)", err=True)
-        except QuireError as error:
+        except (QuireError, ValueError) as error:
+            # A ValueError is of a line that is not UTF-8.
             if parts:
                 typer.echo()
-            hint = "; /reset begins a new conversation" if error.reason == _TOO_LONG else ""
+            is_too_long = isinstance(error, QuireError) and error.reason == _TOO_LONG
+            hint = "; /reset begins a new conversation" if is_too_long else ""
             self._fail(f"{error}{hint}")
         else:
             typer.echo()

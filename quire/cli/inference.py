@@ -1,6 +1,5 @@
 """Commands that use a running server: generate, tokenize, models."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +16,7 @@ from quire.cli.app import (
     Timeout,
     given_tls,
     integer_option,
+    opened_stdin,
     report_errors,
 )
 from quire.cli.connection import connect
@@ -171,7 +171,7 @@ def _print_prompt(logprobs: Sequence[TokenLogprobs | None] | None) -> None:
 
 def standard_input() -> str:
     """The prompt on standard input, without the line's end. ValueError without one."""
-    text = sys.stdin.read().removesuffix("\n")
+    text = opened_stdin().read().removesuffix("\n")
     if not text:
         raise ValueError("standard input has no prompt")
     return text

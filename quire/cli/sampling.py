@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -159,9 +160,12 @@ def _sampling_params(sampling: dict[str, Any], structured: dict[str, Any]) -> Sa
     if "logit_bias" in given:
         given["logit_bias"] = _biases(given["logit_bias"])
     form = {name: value for name, value in structured.items() if value not in _ABSENT}
-    for name in ("json", "grammar", "structural_tag"):
+    if "grammar" in form:
+        contents = _contents(form["grammar"])
+        form["grammar"] = form["grammar"] if contents is None else contents
+    for name, flag in (("json", "--json-schema"), ("structural_tag", "--structural-tag")):
         if name in form:
-            form[name] = _contents(form[name])
+            form[name] = _json(flag, form[name])
     return SamplingParams(**given, structured_output=StructuredOutput(**form) if form else None)
 
 
@@ -175,11 +179,24 @@ def _biases(pairs: list[tuple[int, float]]) -> dict[int, float]:
     return biases
 
 
-def _contents(value: str) -> str:
-    """The contents of a file of this name, if there is one; else the value itself."""
+def _json(flag: str, value: str) -> str:
+    """The contents of a file of this name, or the value itself. ValueError if it is neither the
+    name of a file nor JSON, as a mistyped name is."""
+    contents = _contents(value)
+    if contents is not None:
+        return contents
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: {value!r:.100} is no file, and no JSON: {error}") from None
+    return value
+
+
+def _contents(value: str) -> str | None:
+    """The contents of a file of this name; None if there is none."""
     try:
         is_file = Path(value).is_file()
     except (OSError, ValueError):
         # No name of a file can be this long, or has such characters.
         is_file = False
-    return Path(value).read_text(encoding="utf-8") if is_file else value
+    return Path(value).read_text(encoding="utf-8") if is_file else None

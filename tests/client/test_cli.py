@@ -96,6 +96,14 @@ def test_a_format_is_read_from_a_file(quire, server, tmp_path, option, field):
     assert getattr(request.sampling_params.structured_output, field.strip("-")) == "é {}"
 
 
+def test_a_name_of_no_file_is_no_schema(quire, server):
+    for option in ("--json-schema", "--structural-tag"):
+        result = quire("generate", "a", option, "city.json")
+        assert result.exit_code == 1
+        assert f"{option}: 'city.json' is no file, and no JSON: " in result.stderr
+    assert server.inference.requests == []
+
+
 def test_two_formats_and_a_wrong_bias_are_refused(quire):
     result = quire("generate", "a", "--regex", "a", "--json-object")
     assert result.exit_code == 1
@@ -249,6 +257,18 @@ def test_a_prompt_that_is_not_utf8_is_reported(server):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert result.stderr == "quire: prompt: no valid UTF-8 at character 1\n"
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "-"), ("beam-search", "-"), ("chat",), ("run-batch", "-i-", "-o-")]
+)
+def test_a_closed_input_is_reported(command):
+    # The file descriptor is closed, as by `<&-` in a shell.
+    code = "import sys; sys.stdin = None; from quire.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (1, "quire: standard input is closed\n")
 
 
 def test_a_closed_output_ends_the_command_silently(server):

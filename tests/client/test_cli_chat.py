@@ -88,6 +88,18 @@ def test_a_failed_message_is_reported_and_not_part_of_the_conversation(chat, ser
     assert sent(server, 1) == [("user", "a")]
 
 
+def test_a_message_that_is_not_utf8_is_reported_and_the_next_one_sent(server):
+    result = subprocess.run(
+        [sys.executable, "-m", "quire", "chat", "--target", server.target],
+        input=b"a\nb\xff\nc\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (1, b"A\nC\n")
+    assert result.stderr == b"quire: messages: content: no valid UTF-8 at character 1\n"
+
+
 def test_an_output_goes_on_when_its_connection_breaks():
     breaks, ends = ScriptedCall(BROKEN, after=3), ScriptedCall()
     gateway = Gateway(breaks, ends, breaks)
