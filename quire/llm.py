@@ -5,9 +5,10 @@ import sys
 import weakref
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
+from os import PathLike
 from typing import Any, Literal, Self, TypeVar, cast, overload
 
-from quire.client.arguments import wrong_type
+from quire.client.arguments import INT32_MAX, check_integer, wrong_type
 from quire.client.client import Client
 from quire.client.conversations import Conversation, ConversationOptions
 from quire.client.outputs import BeamSearchOutput, RequestDelta, RequestOutput
@@ -38,7 +39,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
         target: str | None = None,
         api_key: str | None = None,
@@ -57,6 +58,9 @@ class LLM:
         """
         if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
+        check_integer("num_workers", num_workers, INT32_MAX)
+        if not isinstance(model, str | PathLike | None):
+            raise wrong_type("model", "a path or an id", model)
         if target is None and (api_key is not None or tls is not None):
             raise ValueError("api_key and tls are for the target of a running server")
         given = {name: value for name, value in worker_settings.items() if value is not None}
@@ -78,7 +82,7 @@ class LLM:
                 verbose=verbose,
             )
         # A private stack serves one model, which needs no name in requests.
-        self._model = None if stack else model
+        self._model = None if stack or model is None else str(model)
         self.client = Client(stack.address if stack else str(target), api_key=api_key, tls=tls)
         # Runs once: by `close`, when this object is collected, or at exit.
         self._finalizer = weakref.finalize(self, _close, self.client, stack)

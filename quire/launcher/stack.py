@@ -1,5 +1,6 @@
 """A local stack: Redis, schedulers, workers and gateways as child processes."""
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -75,6 +76,7 @@ class LocalStack:
         self._redis: EmbeddedRedis | None = None
         self._cleanup = ExitStack()
         self._is_running = False
+        self._starter_pid = 0
 
     @property
     def address(self) -> str:
@@ -137,8 +139,11 @@ class LocalStack:
             self._processes.check()
 
     def stop(self) -> None:
-        """Drain and end gateways, schedulers, workers and Redis, in this order."""
+        """Drain and end gateways, schedulers, workers and Redis, in this order. A process that was
+        forked from the one that started them leaves them, and their files, to it."""
         self._is_running = False
+        if os.getpid() != self._starter_pid:
+            self._cleanup.pop_all()
         self._cleanup.close()
 
     def kill(self) -> None:
@@ -152,6 +157,7 @@ class LocalStack:
         self.stop()
 
     def _start(self) -> None:
+        self._starter_pid = os.getpid()
         self._check_addresses()
         private = PrivateDirectory.make()
         self._cleanup.callback(private.remove)

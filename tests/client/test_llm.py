@@ -116,6 +116,13 @@ def test_needs_a_model_or_a_target():
         LLM()
 
 
+def test_a_wrong_type_of_the_stacks_arguments_is_named():
+    with pytest.raises(TypeError, match=r"num_workers: must be an integer \(got '2'\)"):
+        LLM("model", num_workers="2")
+    with pytest.raises(TypeError, match=r"model: must be a path or an id \(got 5\)"):
+        LLM(5)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
