@@ -254,7 +254,7 @@ class Client:
         return [Model.from_proto(model) for model in response.models]
 
     def close(self) -> None:
-        """Close the channels and cancel all calls in progress."""
+        """Close the channels. Calls in progress, in other threads, fail with CANCELLED."""
         self._closed = True
         for channel in self._channels.values():
             channel.close()
@@ -290,8 +290,6 @@ class Client:
                     return
                 except QuireError as error:
                     call.cancel()
-                    if self._closed:
-                        raise
                     if not stream.is_complete:
                         time.sleep(stream.backoff_s(error))
         finally:
@@ -316,7 +314,13 @@ class Client:
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)
-        return RetryPolicy(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
+        return RetryPolicy(
+            self._targets,
+            self._resume_timeout_s,
+            timeout,
+            on_break=self._on_break,
+            is_closed=lambda: self._closed,
+        )
 
     def _inference(self, target: str) -> InferenceServiceStub:
         self._check_open()

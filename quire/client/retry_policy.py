@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from quire.client.arguments import deadline
-from quire.client.errors import QuireError
+from quire.client.errors import CancelledError, QuireError
 from quire.client.targets import Targets
 
 # Twice the time in which a service restarts.
@@ -41,6 +41,7 @@ class RetryPolicy:
     Sends nothing itself; a client reports the begin, progress and failure of each attempt.
     `timeout_s` limits all attempts together; None is no limit. `resume_timeout_s` limits the time
     without progress; 0 allows one attempt. `on_break` is called with each failure that is retried.
+    A call that is in progress when its client is closed is not retried: it fails with CANCELLED.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class RetryPolicy:
         timeout_s: float | None = None,
         *,
         on_break: Callable[[QuireError], object] | None = None,
+        is_closed: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.target = targets.current
         self._targets = targets
         self._on_break = on_break
+        self._is_closed = is_closed
         self._resume_timeout_s = resume_timeout_s
         self._clock = clock
         self._jitter = jitter
@@ -66,7 +69,10 @@ class RetryPolicy:
         self._last_error: QuireError | None = None
 
     def begin_attempt(self) -> float | None:
-        """Begin an attempt; return its timeout. QuireError if the deadline has passed."""
+        """Begin an attempt; return its timeout. QuireError if the deadline has passed, or the
+        client was closed since the last attempt."""
+        if self._last_error is not None:
+            self._check_open()
         self._attempted_s = self._clock()
         if self._deadline_s is None:
             return None
@@ -86,6 +92,7 @@ class RetryPolicy:
         unless the caller can resume the request."""
         if is_final(error) and not resumable:
             raise error
+        self._check_open()
         now = self._clock()
         lasted = now - self._attempted_s >= _REACHED_S and error.reason != _SCHEDULER_AWAY
         if self._failing_since_s is None or lasted:
@@ -100,6 +107,10 @@ class RetryPolicy:
         # An overloaded server's time; after other failures another server may be ready at once.
         overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         return self._next_delay(now, (error.retry_after_s or 0.0) if overloaded else 0.0)
+
+    def _check_open(self) -> None:
+        if self._is_closed():
+            raise CancelledError(grpc.StatusCode.CANCELLED, "the client is closed")
 
     def _next_delay(self, now: float, at_least_s: float) -> float:
         """Half of the delay is random, so that clients do not retry simultaneously."""

@@ -1,12 +1,15 @@
+import asyncio
 import copy
 import pickle
 
 import grpc
 import pytest
 from scripted_server import MAX_CALLS
+from waiting import until
 
 from quire import (
     AsyncClient,
+    CancelledError,
     Client,
     CompletionOutput,
     Logprob,
@@ -216,6 +219,26 @@ def test_a_closed_client_refuses_calls(server):
     for call in (client.generate, client.tokenize, lambda text: next(client.stream_generate(text))):
         with pytest.raises(ValueError, match="the client is closed"):
             call("hello")
+
+
+async def test_closing_a_client_ends_its_calls_with_an_error(server):
+    """Also those that return failures."""
+    client = Client(server.target)
+    stream = client.stream_generate("hang")
+    next(stream)
+    calls = [
+        asyncio.create_task(asyncio.to_thread(list, stream)),
+        asyncio.create_task(asyncio.to_thread(client.generate, "hang")),
+        asyncio.create_task(
+            asyncio.to_thread(client.generate_all, ["hang"], [None], return_exceptions=True)
+        ),
+    ]
+    await until(lambda: len(server.inference.requests) == 3, "the calls")
+    client.close()
+    streamed, whole, [returned] = await asyncio.gather(*calls, return_exceptions=True)
+    for error in (streamed, whole, returned):
+        assert isinstance(error, CancelledError)
+        assert str(error) == "CANCELLED: the client is closed"
 
 
 def test_a_message_has_a_role_and_a_content(client):
