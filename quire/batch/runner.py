@@ -19,7 +19,7 @@ from quire.batch.lines import (
     parse_line,
 )
 from quire.client.targets import key_metadata
-from quire.service.addresses import is_loopback
+from quire.service.addresses import is_http_url, is_loopback
 from quire.service.tls import TLS
 
 # Statuses after which the same request can succeed: a limit is reached, or nothing serves it now.
@@ -141,9 +141,9 @@ def _client(
 ) -> httpx2.AsyncClient:
     """ValueError for a URL that is not one of HTTP, or a key that is none. A response may take any
     time. A server on this machine is not reached through a proxy."""
-    parsed = httpx2.URL(url)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if not is_http_url(url):
         raise ValueError(f"--base-url: expected http://host:port/v1 (got {url!r})")
+    parsed = httpx2.URL(url)
     return httpx2.AsyncClient(
         base_url=url,
         verify=True if tls is None else tls.ssl_context(),

@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Iterable
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import structlog
 from pydantic import AfterValidator
@@ -32,6 +33,17 @@ def check_address(value: str) -> str:
     if int(match["port"]) > _MAX_PORT:
         raise ValueError(f"must have a port from 0 to {_MAX_PORT}")
     return value
+
+
+def is_http_url(url: str) -> bool:
+    """Whether a client of HTTP can use a URL: it has a host, and a port that can exist or none."""
+    try:
+        parts = urlsplit(url)
+        name, port = parts.hostname or "", parts.port
+        name.encode("idna")
+    except ValueError:
+        return False
+    return url.isprintable() and parts.scheme in ("http", "https") and name != "" and port != 0
 
 
 def host(address: str) -> str:

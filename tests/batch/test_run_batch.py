@@ -142,6 +142,7 @@ def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
         (("--max-concurrency", "0"), "--max-concurrency: must be at least 1 (got 0)"),
         (("--retry-timeout", "-1"), "--retry-timeout: must not be negative (got -1.0)"),
         (("--base-url", "localhost"), "--base-url: expected http://host:port/v1"),
+        (("--base-url", "http://a:99999/v1"), "--base-url: expected http://host:port/v1"),
         (("--api-key", "é"), "api_key: must be one word of visible ASCII characters"),
     ],
 )

@@ -159,6 +159,7 @@ def test_a_server_that_fails_the_warm_up_is_reported(target):
         (("--temperature", "-1"), "--temperature: must be 0 or more, and finite (got -1)"),
         (("--temperature", "nan"), "--temperature: must be 0 or more, and finite (got nan)"),
         (("--vocab-size", "0"), "--vocab-size: must be at least 1 (got 0)"),
+        (("--openai", "http://a:b"), "--openai: expected http://host:port/v1 (got 'http://a:b')"),
         (("--openai", "localhost"), "--openai: expected http://host:port/v1 (got 'localhost')"),
         (("--openai-model", "x"), "--openai-model: is the model of --openai"),
     ],

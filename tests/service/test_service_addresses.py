@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from quire.service.addresses import can_connect, check_address, check_free
+from quire.service.addresses import can_connect, check_address, check_free, is_http_url
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,14 @@ def test_a_valid_address_is_unchanged(address: str) -> None:
 def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         check_address(address)
+
+
+def test_a_url_of_http_has_a_host_and_a_port_that_can_exist() -> None:
+    for url in ("http://a", "https://a.b:1/v1", "http://[::1]:80", "http://é.invalid/"):
+        assert is_http_url(url), url
+    for rest in ("", ":80", "a:b", "a:0", "a:65536", "[::1", "a\nb", "a..b"):
+        assert not is_http_url(f"http://{rest}"), rest
+    assert not is_http_url("localhost:80")
 
 
 def test_an_address_in_use_is_not_free() -> None:

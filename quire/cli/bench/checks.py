@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from quire.client.arguments import UINT32_MAX, check_integer
+from quire.service.addresses import is_http_url
 
 STDOUT: Final = Path("-")
 # Their prompts are drawn before the first is sent.
@@ -44,7 +45,7 @@ def check_rates(request_rate: float, temperature: float) -> None:
 
 
 def check_servers(openai: str | None, openai_model: str | None) -> None:
-    if openai is not None and not openai.startswith(("http://", "https://")):
+    if openai is not None and not is_http_url(openai):
         raise ValueError(f"--openai: expected http://host:port/v1 (got {openai!r})")
     if openai is None and openai_model is not None:
         raise ValueError("--openai-model: is the model of --openai, which is absent")
