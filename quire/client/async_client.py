@@ -60,8 +60,8 @@ _Stream: TypeAlias = (
 
 
 class AsyncClient:
-    """The asyncio variant of `Client`: the same methods, without `beam_search_all`, arguments,
-    errors and retries.
+    """The asyncio variant of `Client`: the same methods except `beam_search_all`, and the same
+    arguments, errors and retries.
 
     It belongs to the event loop of its first call: RuntimeError for a call in another one.
     Cancelling a task cancels its call.

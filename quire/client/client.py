@@ -19,6 +19,7 @@ from quire.client.requests import (
     beam_search_output,
     beam_search_request,
     cancel_request,
+    check_ids,
     check_resumption,
     detokenize_request,
     fill_request,
@@ -210,6 +211,7 @@ class Client:
     ) -> list[BeamSearchOutput]:
         """Search all prompts concurrently. The first failure is raised and cancels the others."""
         each = several_prompts(prompts)
+        check_ids(options, len(each))
         requests = [beam_search_request(prompt, params, options) for prompt in each]
         responses = self._call_all(
             lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,

@@ -6,7 +6,13 @@ from typing import TypeAlias
 from quire.client.errors import QuireError
 from quire.client.outputs import RequestOutput
 from quire.client.prompts import Prompt, several_prompts
-from quire.client.requests import RequestOptions, fill_request, params_of_each, request_output
+from quire.client.requests import (
+    RequestOptions,
+    check_ids,
+    fill_request,
+    params_of_each,
+    request_output,
+)
 from quire.client.sampling_params import SamplingParams
 from quire.v1 import inference_pb2
 
@@ -29,6 +35,7 @@ class PromptBatch:
         arguments that are no lists of the same length."""
         prompts = several_prompts(prompts)
         each = params_of_each(sampling_params, len(prompts))
+        check_ids(options, len(prompts))
         # Of all valid prompts.
         self.requests: list[inference_pb2.GenerateRequest] = []
         self._return_exceptions = return_exceptions

@@ -96,6 +96,12 @@ def params_of_each(
     return each
 
 
+def check_ids(options: RequestOptions, num_prompts: int) -> None:
+    """ValueError for one request id of several prompts, which are a request each."""
+    if num_prompts > 1 and options.get("request_id") is not None:
+        raise ValueError(f"request_id: is the id of one request (got {num_prompts} prompts)")
+
+
 def request_output(
     request: inference_pb2.GenerateRequest, response: inference_pb2.GenerateResponse
 ) -> RequestOutput:

@@ -195,6 +195,12 @@ def test_parameters_are_a_list_as_long_as_the_prompts(client, server):
         client.generate_all(["a", "b"], params)
     with pytest.raises(ValueError, match="1 sampling parameters for 2 prompts"):
         client.generate_all(["a", "b"], [params])
+    for call in (
+        client.beam_search_all,
+        lambda each, **name: client.generate_all(each, each, **name),
+    ):
+        with pytest.raises(ValueError, match=r"request_id: is the id of one request \(got 2 pr"):
+            call([None, None], request_id="r1")
     assert server.inference.requests == []
     outputs = client.generate_all((text for text in "ab"), (params for _ in range(2)))
     assert [output.text for output in outputs] == ["A", "B"]
