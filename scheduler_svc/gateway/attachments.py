@@ -18,6 +18,11 @@ from scheduler_svc.store.errors import StoreError
 from scheduler_svc.store.requests import RequestKey, RequestState, StoredRequest
 from scheduler_svc.store.store import Store
 
+_ENDING = unavailable(
+    "REQUEST_ENDING",
+    "the request of this id was cancelled and is about to end; send it again",
+    metadata={"resumable": "true"},
+)
 NO_REDIS = unavailable("REDIS_AWAY", "the scheduler has lost Redis or leadership")
 _UNKNOWN = failed(
     StatusCode.NOT_FOUND,
@@ -75,11 +80,14 @@ class Attachments:
     def attach_if_same(
         self, submission: scheduler_pb2.Submission, group: Group, connection: GatewayConnection
     ) -> None:
-        """Attach a submission to its request; refuse a different request of the same id."""
-        if submission.digest == group.record.digest:
-            self.attach(group, connection, submission)
-        else:
+        """Attach a submission to its request; refuse a different request of the same id. One that
+        was cancelled begins again, when the lane has released it: a moment later."""
+        if submission.digest != group.record.digest:
             connection.reject(submission.attachment, id_taken(submission.request_id))
+        elif not submission.again and _is_cancelled(group):
+            connection.reject(submission.attachment, _ENDING)
+        else:
+            self.attach(group, connection, submission)
 
     async def attach_known(self, request: AttachRequest, connection: GatewayConnection) -> None:
         """Attach to a running request; replay an ended one from its record."""
@@ -136,6 +144,10 @@ class Attachments:
             had = request.attachment_generation
             return not had.is_of_former_shard, had.epoch, had.number
         return True, connection.epoch, next(self._numbers)
+
+
+def _is_cancelled(group: Group) -> bool:
+    return group.error is not None and group.error.code is StatusCode.CANCELLED
 
 
 def _replay_ended(

@@ -150,6 +150,22 @@ async def test_a_cancelled_request_stays_cancelled_unless_a_new_client_submits_i
         assert received.is_whole
 
 
+async def test_a_request_begins_again_while_its_cancelled_one_ends(redis_url, sockets):
+    """As a client sends it again that has lost its connection, which cancelled it."""
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        again = {"max_tokens": 50, "request_id": "same"}
+        original = gateway.received[await gateway.submit(prompt(9), **again)]
+        await has_tokens(original, 1)
+        await gateway.cancel(original.submission.attachment)
+        [received] = await gateway.wait_ended(await gateway.submit(prompt(9), **again))
+        while received.failure is not None:
+            info = info_of(received.failure)
+            assert (info.reason, info.metadata["resumable"]) == ("REQUEST_ENDING", "true")
+            [received] = await gateway.wait_ended(await gateway.submit(prompt(9), **again))
+        assert received.is_whole
+
+
 # How a stream ends, the request's windows, and whether it is then cancelled at once. The grace
 # period is long where it must not end the request.
 LEFT = {
