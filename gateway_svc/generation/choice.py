@@ -16,6 +16,7 @@ from gateway_svc.scheduler.events import ChoiceEvent, Ended, TokenLogprobs
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model
 from gateway_svc.text.stop_strings import StopChecker
+from gateway_svc.text.text_offsets import TextOffsets
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import invalid
 
@@ -98,8 +99,7 @@ class Choice:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._has_text_offsets = first_text_offset is not None
-        # Before and in the choice so far, with text that is held back.
-        self._num_characters = first_text_offset or 0
+        self._offsets = TextOffsets(detokenizer, first_text_offset or 0)
 
     def process(self, events: Iterable[ChoiceEvent]) -> ChoiceUpdate:
         """Process events of this choice, in order and without gaps; an end is the last.
@@ -163,9 +163,7 @@ class Choice:
         for segment in self._split_token_ids(token_ids, offsets is not None):
             if self.has_stopped:
                 break
-            if offsets is not None:
-                offsets.append(self._num_characters)
-            text = self._decode(segment)
+            text = self._decode(segment, offsets)
             is_new = self.num_tokens > self._next_index
             if self._parser is not None:
                 self._parser.push(text, self.num_tokens, is_new)
@@ -186,16 +184,17 @@ class Choice:
         num_received = max(0, self._next_index - self.num_tokens)
         yield from filter(None, (token_ids[:num_received], token_ids[num_received:]))
 
-    def _decode(self, segment: Sequence[int]) -> str:
+    def _decode(self, segment: Sequence[int], offsets: list[int] | None) -> str:
         """Count tokens, and return the text that may be emitted with the last of them. A stop
-        token ends the choice and is not part of its text.
+        token ends the choice and is not part of its text. With `offsets` the segment is one token.
         """
         self.num_tokens += len(segment)
-        if self._detokenizer is None:
-            return ""
         shown = [token_id for token_id in segment if token_id not in self._stop_token_ids]
-        text = self._detokenizer.push(shown)
-        self._num_characters += len(text)
+        if offsets is None:
+            text = self._offsets.push(shown)
+        else:
+            offset, text = self._offsets.push_one(shown[0] if shown else None)
+            offsets.append(offset)
         return self._check_stops(text)
 
     def _end(self, ended: Ended) -> str:

@@ -1,6 +1,6 @@
 """Incremental detokenization: emits only whole characters that later tokens cannot change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
@@ -21,8 +21,8 @@ class Vocabulary:
     known_ids: frozenset[int]
     # Those without the special tokens.
     plain_ids: frozenset[int]
-    # The tokens <0x00> to <0xFF> of vocabularies with byte fallback.
-    byte_ids: frozenset[int]
+    # The bytes of the tokens <0x00> to <0xFF> of vocabularies with byte fallback, by id.
+    byte_ids: Mapping[int, int]
     # Characters of the longest token, as it is written in the vocabulary.
     longest_token: int
 
@@ -31,12 +31,12 @@ class Vocabulary:
         tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         known = frozenset(tokens.values())
         added = tokenizer.get_added_tokens_decoder().items()
-        bytes_ = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        bytes_ = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         return cls(
             tokenizer,
             known_ids=known,
             plain_ids=known - {id_ for id_, token in added if token.special},
-            byte_ids=frozenset(id_ for id_ in bytes_ if id_ is not None),
+            byte_ids={id_: byte for id_, byte in bytes_ if id_ is not None},
             longest_token=max(map(len, tokens), default=1),
         )
 
@@ -46,14 +46,34 @@ class Vocabulary:
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token alone, special ones included, decoded at first use."""
+    """The text of each token, special ones included, decoded at first use.
+
+    It is the text behind another token: at the beginning of a text decoders leave out the space of
+    a word, or show the mark of a token that continues one.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._before = _word(vocabulary)
+        self._before_text = vocabulary.decode(self._before)
 
     def __missing__(self, token_id: int) -> str:
-        text = self[token_id] = self._vocabulary.decode([token_id])
+        text = self._vocabulary.decode([*self._before, token_id])
+        if text.startswith(self._before_text):
+            text = text[len(self._before_text) :]
+        else:
+            text = self._vocabulary.decode([token_id])
+        self[token_id] = text
         return text
+
+
+def _word(vocabulary: Vocabulary) -> list[int]:
+    """A token of whole characters that are no space; none if the vocabulary has no such token."""
+    for token_id in sorted(vocabulary.plain_ids - vocabulary.byte_ids.keys()):
+        text = vocabulary.decode([token_id])
+        if text.strip() and _REPLACEMENT not in text:
+            return [token_id]
+    return []
 
 
 class Detokenizer:
@@ -83,6 +103,8 @@ class Detokenizer:
         # Of the window's text, characters [0, sent) have been emitted.
         self._window = self.trim_context(vocabulary, skip_special_tokens, context)
         self._sent = len(vocabulary.decode(self._window))
+        # Whether the window's text may have more characters.
+        self._holds = False
 
     @staticmethod
     def trim_context(
@@ -109,21 +131,34 @@ class Detokenizer:
         num_closed = self._num_closed(visible)
         if not num_closed:
             self._window += visible
+            self._holds = self._holds or bool(visible)
             return ""
         self._window += visible[:num_closed]
         text = self._vocabulary.decode(self._window)
         certain = len(text) - text.endswith(_REPLACEMENT)
         delta = text[self._sent : certain]
         self._sent = max(self._sent, certain)
+        self._holds = len(text) > self._sent or num_closed < len(visible)
         self._slide(len(text) - self._sent)
         self._window += visible[num_closed:]
         return delta
 
+    def shows(self, token_id: int) -> bool:
+        """Whether a token is part of the text."""
+        return token_id in self._visible
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte of a byte token."""
+        return self._vocabulary.byte_ids.get(token_id)
+
+    def held(self) -> str:
+        """Return the text that is held back; unfinished characters are U+FFFD."""
+        return self._vocabulary.decode(self._window)[self._sent :] if self._holds else ""
+
     def flush(self) -> str:
         """Return the text held back at the end; unfinished characters become U+FFFD."""
-        text = self._vocabulary.decode(self._window)
-        delta = text[self._sent :]
-        self._sent = len(text)
+        delta = self.held()
+        self._sent += len(delta)
         return delta
 
     def _num_closed(self, token_ids: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ class TokenBytes(dict[int, bytes]):
     def _find(self, token_id: int) -> bytes:
         token: str = self._vocabulary.tokenizer.id_to_token(token_id) or ""
         if token_id in self._vocabulary.byte_ids:
-            return bytes([int(token[3:5], 16)])
+            return bytes([self._vocabulary.byte_ids[token_id]])
         if self._of_characters and token_id in self._vocabulary.plain_ids:
             found = [self._of_characters.get(character) for character in token]
             if None not in found:

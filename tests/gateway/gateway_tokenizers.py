@@ -62,3 +62,15 @@ def metaspace() -> Tokenizer:
     tokenizer = byte_fallback()
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """As BERT's: tokens that continue a word begin with a mark."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=200, special_tokens=["[UNK]"], show_progress=False
+    )
+    tokenizer.train_from_iterator([text.lower() for text in TEXT] * 4, trainer)
+    return tokenizer

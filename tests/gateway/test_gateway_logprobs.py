@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
 from gateway_stack import Stack, info_of
-from gateway_tokenizers import EOS, byte_fallback
+from gateway_tokenizers import EOS, byte_fallback, byte_level, metaspace, word_piece
+from tokenizers import Tokenizer
 
 from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
@@ -352,3 +353,15 @@ def test_the_text_of_a_single_token() -> None:
     # A row of the embedding without a token.
     assert texts[10**6] == ""
     assert len(texts) == 4
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace, word_piece])
+def test_the_joined_texts_of_tokens_are_the_text(make: Callable[[], Tokenizer]) -> None:
+    """Behind another token: the first of all may lack its space."""
+    tokenizer = make()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    texts = TokenTexts(vocabulary)
+    for text in ("ab cd ab!", "the quick fox jumps"):
+        first, *rest = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = vocabulary.decode([first, *rest])
+        assert texts[first].lstrip() + "".join(texts[id_] for id_ in rest) == whole
