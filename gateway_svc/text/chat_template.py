@@ -19,8 +19,8 @@ Message = Mapping[str, Any]
 
 # Variables of a template that requests cannot set.
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
-# A text that no template contains.
-_PROBE = "\N{START OF HEADING}probe\N{START OF HEADING}"
+# A text that no template contains, and that JSON, HTML and the like leave as it is.
+_PROBE = "quireprobe7f3c2e"
 
 
 class ChatTemplate:
@@ -78,7 +78,8 @@ class ChatTemplate:
         """Whether the text of a first system message is part of the prompt."""
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
         try:
-            return _PROBE in self._render(messages, True, {})
+            # Some templates change the case.
+            return _PROBE in self._render(messages, True, {}).lower()
         except TemplateError:
             return False
 

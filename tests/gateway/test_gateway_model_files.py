@@ -125,3 +125,16 @@ def test_templates_are_rendered_as_in_transformers(source: str, expected: str) -
 def test_a_failing_template_raises_template_error(source: str) -> None:
     with pytest.raises(TemplateError):
         ChatTemplate(source, {}).render([{"role": "a", "content": "hi"}], True)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages | map(attribute='content') | list | tojson }}", '["Be\\n", "hi"]'),
+        ("{{ messages[0].content | upper }}{{ messages[1].content }}", "BE\nhi"),
+        ("{{ messages[-1].content }}", "Be\n\n\nhi"),
+    ],
+)
+def test_system_messages_stay_where_a_template_renders_them(source: str, expected: str) -> None:
+    messages = [{"role": "system", "content": "Be\n"}, {"role": "user", "content": "hi"}]
+    assert ChatTemplate(source, {}).render(messages, True) == expected
