@@ -10,6 +10,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.utils
+from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TemplateError = jinja2.TemplateError
@@ -19,6 +21,8 @@ Message = Mapping[str, Any]
 
 # Variables of a template that requests cannot set.
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+# A macro may call itself without an end.
+_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 # A text that no template contains, and that JSON, HTML and the like leave as it is.
 _PROBE = "quireprobe7f3c2e"
 
@@ -102,7 +106,7 @@ class ChatTemplate:
                 }
             )
         # Expressions in templates can raise any of these.
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except _FAILURES as error:
             raise TemplateError(str(error)) from error
 
 
@@ -142,6 +146,37 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """Refuses names of Python's internals: code outside of the sandbox looks them up."""
+
+    # Positional only, as a namespace may have an attribute `self`.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *given = args
+        attributes = dict(*given, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attributes like {name!r:.80}")
+
+
+class _Dict:
+    """Makes dicts, without the attributes of their type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -150,6 +185,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _strftime_now
+    environment.globals["namespace"] = _Namespace
+    environment.globals["dict"] = _Dict()
     return environment
 
 

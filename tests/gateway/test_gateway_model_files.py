@@ -104,6 +104,8 @@ def test_a_missing_folder() -> None:
         ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
         ("{{ {'b': '<é>', 'a': 1} | tojson }}", '{"b": "<é>", "a": 1}'),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
+        ("{% set n = namespace(self=1) %}{% set n.b = 2 %}{{ n.self + n.b }}", "3"),
+        ("{{ dict([('a', 1)], b=2) }}{{ dict.fromkeys('a') }}", "{'a': 1, 'b': 2}{'a': None}"),
         ("{{ tools is none }} {{ strftime_now('%Y') | length }}", "True 4"),
     ],
 )
@@ -120,6 +122,9 @@ def test_templates_are_rendered_as_in_transformers(source: str, expected: str) -
         "{{ messages[0].x.y }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ namespace(__call__=1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_a_failing_template_raises_template_error(source: str) -> None:
