@@ -72,7 +72,8 @@ def _read(folder: Path) -> ModelFiles:
         tokenizer=tokenizer,
         vocab_size=_first(config, "vocab_size") or tokenizer.get_vocab_size(),
         max_positions=_first(config, "max_position_embeddings", "n_positions"),
-        eos_token_ids=_eos_token_ids(generation_config, config),
+        eos_token_ids=_eos_token_ids(generation_config, config)
+        or _eos_of_tokenizer(tokenizer, special_tokens),
         chat_template=None if source is None else ChatTemplate(source, special_tokens),
     )
 
@@ -123,6 +124,12 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
+
+
+def _eos_of_tokenizer(tokenizer: Tokenizer, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
+    """The end-of-sequence token of a model whose configs have none, as in vLLM and SGLang."""
+    token_id = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
+    return () if token_id is None else (token_id,)
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int | None:

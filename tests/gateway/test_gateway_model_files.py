@@ -49,6 +49,7 @@ def test_numbers_from_every_place_in_a_config(
     folder: Path, config: dict[str, Any], expected: tuple[int, int | None, tuple[int, ...]]
 ) -> None:
     (folder / "generation_config.json").unlink()
+    write(folder / "tokenizer_config.json", {})
     write(folder / "config.json", config)
     files = model_files.load(str(folder), None)
     assert (files.vocab_size, files.max_positions, files.eos_token_ids) == expected
@@ -57,6 +58,26 @@ def test_numbers_from_every_place_in_a_config(
 def test_an_end_of_sequence_id_may_be_a_number(folder: Path) -> None:
     write(folder / "generation_config.json", {"eos_token_id": 0})
     assert model_files.load(str(folder), None).eos_token_ids == (0,)
+
+
+@pytest.mark.parametrize(
+    ("config", "eos_token", "expected"),
+    [
+        ({}, "</s>", "</s>"),
+        ({}, {"content": "</s>"}, "</s>"),
+        ({"eos_token_id": 0}, "</s>", "<s>"),
+        ({}, "no token", None),
+    ],
+)
+def test_the_tokenizer_names_the_end_of_sequence_if_the_configs_do_not(
+    folder: Path, config: dict[str, Any], eos_token: object, expected: str | None
+) -> None:
+    (folder / "generation_config.json").unlink()
+    write(folder / "config.json", {"vocab_size": 400, **config})
+    write(folder / "tokenizer_config.json", {"eos_token": eos_token})
+    files = model_files.load(str(folder), None)
+    tokens = [files.tokenizer.id_to_token(token_id) for token_id in files.eos_token_ids]
+    assert tokens == ([] if expected is None else [expected])
 
 
 @pytest.mark.parametrize("named", [False, True])
