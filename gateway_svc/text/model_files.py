@@ -68,12 +68,16 @@ def _read(folder: Path) -> ModelFiles:
     )
     tokenizer = _tokenizer(folder, tokenizer_config)
     source = _chat_template(folder, tokenizer_config)
+    vocab_size = _first(config, "vocab_size") or tokenizer.get_vocab_size()
+    eos_token_ids = _eos_token_ids(generation_config, config) or _eos_of_tokenizer(
+        tokenizer, special_tokens
+    )
     return ModelFiles(
         tokenizer=tokenizer,
-        vocab_size=_first(config, "vocab_size") or tokenizer.get_vocab_size(),
+        vocab_size=vocab_size,
         max_positions=_first(config, "max_position_embeddings", "n_positions"),
-        eos_token_ids=_eos_token_ids(generation_config, config)
-        or _eos_of_tokenizer(tokenizer, special_tokens),
+        # Some configs have -1 for none, or tokens for which the model has no row.
+        eos_token_ids=tuple(id_ for id_ in eos_token_ids if 0 <= id_ < vocab_size),
         chat_template=None if source is None else ChatTemplate(source, special_tokens),
     )
 

@@ -60,6 +60,12 @@ def test_an_end_of_sequence_id_may_be_a_number(folder: Path) -> None:
     assert model_files.load(str(folder), None).eos_token_ids == (0,)
 
 
+def test_end_of_sequence_ids_outside_the_vocabulary_are_left_out(folder: Path) -> None:
+    write(folder / "config.json", {"vocab_size": 400})
+    write(folder / "generation_config.json", {"eos_token_id": [-1, 1, 399, 400]})
+    assert model_files.load(str(folder), None).eos_token_ids == (1, 399)
+
+
 @pytest.mark.parametrize(
     ("config", "eos_token", "expected"),
     [
