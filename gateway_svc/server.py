@@ -255,9 +255,8 @@ class Gateway:
 
     def _read_model(self, model: str, revision: str | None) -> Model:
         files = model_files.load(model, revision)
-        template = files.chat_template
         formats = choose(
-            None if template is None else template.source,
+            files.template_source,
             self._settings.tool_call_parser,
             self._settings.reasoning_parser,
         )

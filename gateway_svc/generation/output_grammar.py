@@ -79,11 +79,10 @@ async def _of_tools(
     is_forced = output_parsing.is_forced(conversation)
     tools = _guided_tools(conversation, is_forced)
     _check_quantifiers(tools)
-    template = model.files.chat_template
     try:
         tag = structural_tag(
             parsing.tool_format or JSON,
-            "" if template is None else template.source,
+            model.files.template_source,
             [*tools.values()],
             is_forced,
             is_single=is_named or parsing.single_call,

@@ -102,11 +102,11 @@ class ModelFormats:
         return frozenset(found)
 
 
-def choose(template: str | None, tools: str = _AUTO, reasoning: str = _AUTO) -> ModelFormats:
+def choose(template: str, tools: str = _AUTO, reasoning: str = _AUTO) -> ModelFormats:
     """The formats of a model by its chat template, unless settings name others."""
     return ModelFormats(
-        _tool_format(template or "") if tools == _AUTO else _named(tools),
-        _reasoning_format(template or "") if reasoning == _AUTO else _named(reasoning),
+        _tool_format(template) if tools == _AUTO else _named(tools),
+        _reasoning_format(template) if reasoning == _AUTO else _named(reasoning),
     )
 
 

@@ -28,6 +28,14 @@ class ModelFiles:
     max_positions: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
+    # Of conversations with tools, if the model has one for them.
+    tool_template: ChatTemplate | None = None
+
+    @property
+    def template_source(self) -> str:
+        """Of all templates; empty without any."""
+        found = (self.tool_template, self.chat_template)
+        return "\n".join(template.source for template in found if template is not None)
 
 
 def load(model: str, revision: str | None) -> ModelFiles:
@@ -67,7 +75,11 @@ def _read(folder: Path) -> ModelFiles:
         tokenizer_config
     )
     tokenizer = _tokenizer(folder, tokenizer_config)
-    source = _chat_template(folder, tokenizer_config)
+    templates = {
+        name: ChatTemplate(source, special_tokens)
+        for name, source in _chat_templates(folder, tokenizer_config).items()
+        if name in ("default", "tool_use")
+    }
     vocab_size = _first(config, "vocab_size") or tokenizer.get_vocab_size()
     eos_token_ids = _eos_token_ids(generation_config, config) or _eos_of_tokenizer(
         tokenizer, special_tokens
@@ -78,7 +90,8 @@ def _read(folder: Path) -> ModelFiles:
         max_positions=_first(config, "max_position_embeddings", "n_positions"),
         # Some configs have -1 for none, or tokens for which the model has no row.
         eos_token_ids=tuple(id_ for id_ in eos_token_ids if 0 <= id_ < vocab_size),
-        chat_template=None if source is None else ChatTemplate(source, special_tokens),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
     )
 
 
@@ -100,14 +113,17 @@ def _names(folder: Path, patterns: Iterable[str]) -> set[str]:
     return {path.name for pattern in patterns for path in folder.glob(pattern)}
 
 
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """By name, as transformers reads them: of files, or else of the config."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        others = (folder / "additional_chat_templates").glob("*.jinja")
+        paths = {"default": path, **{other.stem: other for other in others}}
+        return {name: one.read_text(encoding="utf-8") for name, one in paths.items()}
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -67,7 +67,6 @@ class Model:
         """`formats` are those of the chat template by default."""
         vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
         texts = TokenTexts(vocabulary)
-        template = files.chat_template
         return cls(
             name,
             files,
@@ -77,7 +76,7 @@ class Model:
             vocabulary.longest_token,
             threads,
             StructuredOutputCompiler(files.tokenizer, files.vocab_size),
-            formats or choose(None if template is None else template.source),
+            formats or choose(files.template_source),
         )
 
     def limits(self, max_model_len: int | None) -> ModelLimits:
@@ -115,8 +114,6 @@ class Model:
         """Render a conversation. RequestError if the chat template refuses it. The model must have
         a template.
         """
-        template = self.files.chat_template
-        assert template is not None
         add = conversation.add_generation_prompt or not conversation.HasField(
             "add_generation_prompt"
         )
@@ -125,7 +122,12 @@ class Model:
 
         def work() -> str:
             messages = chat_messages.messages(conversation)
-            return template.render(messages, add, variables, chat_messages.tools(conversation))
+            tools = chat_messages.tools(conversation)
+            template = self.files.chat_template
+            if tools is not None and self.files.tool_template is not None:
+                template = self.files.tool_template
+            assert template is not None
+            return template.render(messages, add, variables, tools)
 
         try:
             return await self._in_thread(work)

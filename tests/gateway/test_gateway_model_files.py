@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from gateway_svc.text import model_files
 from gateway_svc.text.chat_template import ChatTemplate, TemplateError
 from gateway_svc.text.model_files import ModelFilesError
+from gateway_svc.text.served_model import Model
+from quire.v1.conversation_pb2 import TOOL_CHOICE_MODE_NONE, Conversation, Message, Tool
 
 
 @pytest.fixture
@@ -96,6 +99,30 @@ def test_a_template_in_the_tokenizer_config(folder: Path, named: bool) -> None:
     template = model_files.load(str(folder), None).chat_template
     assert template is not None
     assert template.render([{"role": "user", "content": "hi"}], True) == "</s>hi"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+async def test_conversations_with_tools_have_the_template_for_them(
+    folder: Path, in_files: bool
+) -> None:
+    sources = {"default": "plain", "tool_use": "{{ tools | length }} <tool_call>", "rag": "{{"}
+    if in_files:
+        others = folder / "additional_chat_templates"
+        others.mkdir()
+        for name, source in sources.items():
+            path = folder / "chat_template.jinja"
+            (path if name == "default" else others / f"{name}.jinja").write_text(source)
+    else:
+        (folder / "chat_template.jinja").unlink()
+        entries = [{"name": name, "template": source} for name, source in sources.items()]
+        write(folder / "tokenizer_config.json", {"chat_template": entries})
+    with ThreadPoolExecutor(1) as threads:
+        model = Model.from_files("tools", model_files.load(str(folder), None), threads)
+        conversation = Conversation(messages=[Message(role="user")], tools=[Tool(name="f")])
+        assert await model.render("conversation", conversation) == "1 <tool_call>"
+        conversation.tool_choice.mode = TOOL_CHOICE_MODE_NONE
+        assert await model.render("conversation", conversation) == "plain"
+    assert model.formats.tools == "hermes"
 
 
 def test_a_slow_tokenizer_is_refused_by_name(folder: Path) -> None:
