@@ -3,6 +3,7 @@
 Gateways compile a grammar to check it, workers to follow it; both must decide alike.
 """
 
+import json
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from quire.service.plain_tokenizer import PlainTokenizer
 
@@ -66,7 +67,7 @@ class GrammarVocabulary:
         does not read this tokenizer."""
         content = tokenizer.to_str()
         is_limited = tokenizer.truncation is not None or tokenizer.padding is not None
-        source = _without_limits(content) if is_limited else content
+        source = _readable(content) if is_limited or _has_metaspace(tokenizer) else content
         return cls._read(source, vocab_size, slices)
 
     @classmethod
@@ -77,8 +78,8 @@ class GrammarVocabulary:
             content = path.read_bytes()
         except OSError as error:
             raise NoGrammarsError(f"{path}: {error.strerror}") from error
-        if _is_limited(content):
-            return cls._read(_without_limits(content.decode(errors="replace")), vocab_size)
+        if _is_limited(content) or b'"Metaspace"' in content:
+            return cls._read(_readable(content.decode(errors="replace")), vocab_size)
         # As text it would be in memory several times.
         return cls._read(str(path.resolve()), vocab_size)
 
@@ -112,9 +113,20 @@ def _is_limited(content: bytes) -> bool:
     )
 
 
-def _without_limits(content: str) -> str:
-    """A `tokenizer.json` without truncation and padding, which are settings of a training run.
-    Takes half a second for 150,000 tokens, but few files have them."""
+def _has_metaspace(tokenizer: Tokenizer) -> bool:
+    """Whether the decoder is that of older conversions of SentencePiece with byte fallback."""
+    if tokenizer.decoder is None:
+        return False
+    # Its state is its part of `tokenizer.json`.
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return {"ByteFallback", "Metaspace"} <= {part["type"] for part in decoder.get("decoders", [])}
+
+
+def _readable(content: str) -> str:
+    """A `tokenizer.json` as the library reads it. Without truncation and padding, which are
+    settings of a training run, and with the newer decoder for the same texts in the place of
+    Metaspace, which the library overlooks within a sequence: it reads the mark of a space as text.
+    Takes half a second for 150,000 tokens, but few files need it."""
     try:
         tokenizer = Tokenizer.from_str(content)
     except Exception as error:
@@ -122,6 +134,9 @@ def _without_limits(content: str) -> str:
         raise NoGrammarsError(first_line(error)) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if _has_metaspace(tokenizer):
+        space = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+        tokenizer.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer.to_str()
 
 

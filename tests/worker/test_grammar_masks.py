@@ -12,7 +12,7 @@ import pytest
 from grammar_tokenizers import ADDED, SPECIAL, byte_fallback, byte_level
 from llguidance import LLMatcher
 from structlog.testing import capture_logs
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from worker_driver import Sequence, admit
 
@@ -351,6 +351,24 @@ def test_a_vocabulary_has_no_limits_of_a_training_run(tmp_path: Path, pretty: bo
         ):
             for read in (found.tokenizer, found.special_tokenizer):
                 assert read.tokenize_str("abcdef") == plain.encode("abcdef").ids
+
+
+def test_a_vocabulary_has_spaces_for_the_marks_of_a_metaspace_decoder(tmp_path: Path) -> None:
+    tokenizer = byte_fallback()
+    size = tokenizer.get_vocab_size()
+    plain = GrammarVocabulary.from_tokenizer(tokenizer, size).special_tokenizer
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    file = tmp_path / "tokenizer.json"
+    tokenizer.save(str(file))
+    for found in (
+        GrammarVocabulary.from_file(file, size),
+        GrammarVocabulary.from_tokenizer(tokenizer, size),
+    ):
+        read = found.special_tokenizer
+        texts = [read.decode_bytes([token_id]) for token_id in range(size)]
+        assert texts == [plain.decode_bytes([token_id]) for token_id in range(size)]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
