@@ -34,7 +34,13 @@ class ChatTemplate:
         self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
-        self._has_system = self._renders_system()
+        user: Message = {"role": "user", "content": _PROBE}
+        # Templates of models that also read images may render the parts of a content only.
+        self._reads_parts = not self._shows_probe([user]) and self._shows_probe(_in_parts([user]))
+        system_first = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
+        self._has_system = self._shows_probe(
+            _in_parts(system_first) if self._reads_parts else system_first
+        )
         # A template that renders any role does not mean that the model knows this one.
         self._has_developer = "developer" in source
         # Templates that compare a content with none expect it of calls without text.
@@ -53,6 +59,7 @@ class ChatTemplate:
         A template gets the arguments of earlier calls as objects, or as JSON if it fails on those.
         Messages of a developer are system messages for a template that does not name their role.
         System messages precede the first user message's text for a template that has none.
+        Contents are lists of one part for a template that renders only those.
         """
         if not self._has_developer:
             messages = [
@@ -66,6 +73,8 @@ class ChatTemplate:
                 {**one, "content": None} if one.get("tool_calls") and not one["content"] else one
                 for one in messages
             ]
+        if self._reads_parts:
+            messages = _in_parts(messages)
         try:
             return self._render(messages, add_generation_prompt, variables, tools)
         except TemplateError:
@@ -78,9 +87,8 @@ class ChatTemplate:
                 pass
             raise
 
-    def _renders_system(self) -> bool:
-        """Whether the text of a first system message is part of the prompt."""
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "-"}]
+    def _shows_probe(self, messages: Sequence[Message]) -> bool:
+        """Whether the text of a message with the probe is part of the prompt."""
         try:
             # Some templates change the case.
             return _PROBE in self._render(messages, True, {}).lower()
@@ -108,6 +116,14 @@ class ChatTemplate:
         # Expressions in templates can raise any of these.
         except _FAILURES as error:
             raise TemplateError(str(error)) from error
+
+
+def _in_parts(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with texts as parts of OpenAI's API."""
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]} if one["content"] else one
+        for one in messages
+    ]
 
 
 def _with_json_arguments(message: Message) -> Message:

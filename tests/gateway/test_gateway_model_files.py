@@ -197,3 +197,21 @@ def test_a_failing_template_raises_template_error(source: str) -> None:
 def test_system_messages_stay_where_a_template_renders_them(source: str, expected: str) -> None:
     messages = [{"role": "system", "content": "Be\n"}, {"role": "user", "content": "hi"}]
     assert ChatTemplate(source, {}).render(messages, True) == expected
+
+
+@pytest.mark.parametrize("has_system", [False, True])
+def test_a_template_that_renders_parts_gets_texts_as_parts(has_system: bool) -> None:
+    """As SmolVLM's, which renders nothing of a text."""
+    roles = "" if has_system else " if message.role != 'system'"
+    source = (
+        "{% for message in messages" + roles + " %}{{ message.role }}:"
+        "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %};{% endfor %}"
+    )
+    messages = [
+        {"role": "system", "content": "Be"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": ""},
+    ]
+    expected = "system:Be;user:hi;" if has_system else "user:Be\n\nhi;"
+    assert ChatTemplate(source, {}).render(messages, True) == expected + "assistant:;"
