@@ -29,7 +29,9 @@ class Vocabulary:
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "Vocabulary":
         tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        known = frozenset(tokens.values())
+        # Of two tokens with one text, as Unigram may have, `tokens` has the last.
+        ids = range(max(tokens.values(), default=-1) + 1)
+        known = frozenset(id_ for id_ in ids if tokenizer.id_to_token(id_) is not None)
         added = tokenizer.get_added_tokens_decoder().items()
         bytes_ = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         return cls(

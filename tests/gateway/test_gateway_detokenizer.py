@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from gateway_svc.text.detokenizer import Detokenizer, Vocabulary
 
@@ -122,3 +123,9 @@ def test_ids_without_a_token_have_no_text() -> None:
     tokenizer: Tokenizer = VOCABULARIES["byte_level"].tokenizer
     assert tokenizer.id_to_token(MOST_IDS) is None
     assert decoded_text(Detokenizer(VOCABULARIES["byte_level"]), [MOST_IDS]) == ""
+
+
+def test_tokens_of_the_same_text_are_all_shown() -> None:
+    tokenizer = Tokenizer(Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -2.0), ("a", -3.0)], 0))
+    vocabulary = Vocabulary.from_tokenizer(tokenizer)
+    assert decoded_text(Detokenizer(vocabulary), [1, 2, 3]) == tokenizer.decode([1, 2, 3])
