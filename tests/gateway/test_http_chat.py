@@ -1,10 +1,19 @@
 """`/v1/chat/completions` over HTTP."""
 
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
+from gateway_tokenizers import byte_fallback
 from http_client import Http
 
+from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.formats.logprobs import chat_logprobs
+from gateway_svc.scheduler.events import TokenLogprobs
+from gateway_svc.text import model_files
 from gateway_svc.text.chat_template import ChatTemplate
+from gateway_svc.text.served_model import Model
 
 
 async def test_a_chat_completion(http: Http) -> None:
@@ -97,6 +106,23 @@ async def test_logprobs_have_bytes(http: Http) -> None:
     assert [entry["logprob"] for entry in content] == [-1.5] * len(ids)
     assert [len(entry["top_logprobs"]) for entry in content] == [1] * len(ids)
     assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
+
+
+def test_the_first_token_of_a_chat_has_no_space_that_its_text_lacks(tmp_path: Path) -> None:
+    tokenizer = byte_fallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    ids = tokenizer.encode("ab 日 ab", add_special_tokens=False).ids
+    logprobs = tuple(TokenLogprobs.of_first(token_id) for token_id in ids)
+    with ThreadPoolExecutor(1) as threads:
+        model = Model.from_files("m", model_files.load(str(tmp_path), None), threads)
+    updates = [
+        ChoiceUpdate(0, "", tuple(part), first, None, logprobs[first : first + len(part)])
+        for first, part in ((0, ids[:2]), (2, ids[2:]))
+    ]
+    entries = [entry for one in updates for entry in chat_logprobs(one, model) or ()]
+    assert "".join(entry["token"] for entry in entries) == "ab 日 ab"
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "ab 日 ab"
 
 
 async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:

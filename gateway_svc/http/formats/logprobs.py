@@ -47,13 +47,15 @@ def prompt_logprobs(
 
 
 def chat_logprobs(update: ChoiceUpdate, model: Model) -> list[dict[str, Any]] | None:
-    """One object per token, with those of the most likely tokens."""
+    """One object per token, with those of the most likely tokens. The output begins a text: its
+    first token may lack the space that others of its kind have."""
     if not update.logprobs:
         return None
     tokens = [_split(logprobs) for logprobs in update.logprobs]
     return [
-        {**_object(sampled, model), "top_logprobs": [_object(entry, model) for entry in top]}
-        for sampled, top in tokens
+        {**to_json(sampled, model), "top_logprobs": [to_json(entry, model) for entry in top]}
+        for index, (sampled, top) in enumerate(tokens, update.first_index)
+        for to_json in [_object if index else _first_object]
     ]
 
 
@@ -69,6 +71,14 @@ def _object(entry: _Entry, model: Model) -> dict[str, Any]:
         "logprob": max(logprob, _LOWEST),
         "bytes": list(model.token_bytes[id_]),
     }
+
+
+def _first_object(entry: _Entry, model: Model) -> dict[str, Any]:
+    """That of the token alone."""
+    found, text = _object(entry, model), model.vocabulary.decode([entry[0]])
+    if found["token"] != text:
+        found |= {"token": text, "bytes": list(text.encode())}
+    return found
 
 
 def _ranked(id_: int, logprob: float, rank: int, model: Model) -> dict[str, Any]:
