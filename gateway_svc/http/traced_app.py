@@ -52,7 +52,7 @@ def _noting_status(send: Send, trace: CallTrace) -> Send:
 
 def _describe(trace: CallTrace, scope: Scope) -> None:
     """Name the span by its route, which is known once the application has found it."""
-    route = getattr(scope.get("route"), "path", None)
+    route = getattr(scope.get("route"), "path_format", None)
     if route is not None:
         trace.name = f"{scope['method']} {route}"
     trace.set(

@@ -119,9 +119,9 @@ async def test_conversations_with_tools_have_the_template_for_them(
     with ThreadPoolExecutor(1) as threads:
         model = Model.from_files("tools", model_files.load(str(folder), None), threads)
         conversation = Conversation(messages=[Message(role="user")], tools=[Tool(name="f")])
-        assert await model.render("conversation", conversation) == "1 <tool_call>"
+        assert await model.render(conversation) == "1 <tool_call>"
         conversation.tool_choice.mode = TOOL_CHOICE_MODE_NONE
-        assert await model.render("conversation", conversation) == "plain"
+        assert await model.render(conversation) == "plain"
     assert model.formats.tools == "hermes"
 
 
