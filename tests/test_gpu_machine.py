@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from python_statements import statements
 
 from scripts.requirements import requirements
@@ -79,6 +80,7 @@ def downloaded() -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_imports_of_tests_and_benchmarks_are_available() -> None:
     available = _INSTALLED | _OPTIONAL | downloaded()
     for folder in ("tests", *sorted(_OURS - {"demo", "scripts"})):

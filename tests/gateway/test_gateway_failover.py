@@ -358,6 +358,7 @@ async def test_a_leader_of_an_older_epoch_is_not_followed(stack: Stack, pair: Pa
     await asyncio.wait_for(stack.wait_for_status(SERVING), 10)
 
 
+@pytest.mark.slow
 async def test_reconnects_back_off_when_streams_end_at_once(stack: Stack, pair: Pair) -> None:
     pair.leader.ends_streams = True
     pair.leader.drop_stream()

@@ -188,6 +188,7 @@ async def test_who_was_never_seen_to_lead_is_not_lost(watched: Watched, monkeypa
 
 
 @pytest.mark.parametrize("is_reached", [False, True])
+@pytest.mark.slow
 async def test_a_leader_that_cannot_be_reached_is_logged(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, is_reached: bool
 ) -> None:

@@ -128,6 +128,7 @@ def test_the_operation_passes_all_arguments() -> None:
     assert not own_caches.equal(caches)
 
 
+@pytest.mark.slow
 def test_a_model_that_torch_cannot_compile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
