@@ -147,7 +147,7 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_a_forked_process_leaves_the_stack_to_its_parent(model, tmp_path):
+def test_a_forked_process_leaves_the_stack_to_its_parent(model, sockets):
     script = """
 import os, sys
 from quire import LLM
@@ -159,10 +159,10 @@ os.waitpid(child, 0)
 print(*os.listdir(os.environ["TMPDIR"]))
 print(len(llm.generate("t1", max_tokens=4)[0].outputs[0].token_ids))
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(sockets)}
     command = [sys.executable, "-c", script, model]
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
     directory, num_tokens = shown.stdout.splitlines()
     # Its sockets are there, and no files are left when the parent ends.
     assert directory.startswith("quire-stack-")
-    assert (shown.returncode, num_tokens, list(tmp_path.iterdir())) == (0, "4", [])
+    assert (shown.returncode, num_tokens, list(sockets.iterdir())) == (0, "4", [])
