@@ -310,49 +310,46 @@ async def test_a_stop_string_is_kept_if_wanted(http: Http) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "code"),
-    [
-        ({"prompt": None}, "prompt", "invalid_field"),
-        ({"prompt": []}, "prompt", "invalid_field"),
-        ({"prompt": ""}, "prompt", "empty_prompt"),
-        ({"prompt": ["x"] * 1025}, "prompt", "invalid_field"),
-        ({"prompt": "x " * 300}, "prompt", "context_length_exceeded"),
-        ({"prompt": [10**9]}, "prompt[0]", "token_id_outside_vocabulary"),
-        ({"prompt": [[1], "x", [-1]]}, "prompt[2][0]", "invalid_field"),
-        ({"model": "other"}, "model", "model_not_found"),
-        ({"temperature": -1}, "temperature", "temperature_out_of_range"),
-        ({"temperature": "1"}, "temperature", "invalid_field"),
-        ({"n": 0}, "n", "invalid_field"),
-        ({"n": 17}, "n", "n_out_of_range"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens_out_of_range"),
-        ({"logprobs": 21}, "logprobs", "logprobs_out_of_range"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_field"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs_out_of_range"),
-        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "unsupported_field"),
-        ({"stop": ["a"] * 17}, "stop", "too_many_stop"),
-        ({"suffix": "x"}, "suffix", "unsupported_field"),
-        ({"best_of": 2}, "best_of", "unsupported_field"),
-        ({"echo": True, "logprobs": 21}, "logprobs", "logprobs_out_of_range"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty", "frequency_penalty_out_of_range"),
-        ({"logit_bias": {"5": -101}}, "logit_bias[5]", "logit_bias_out_of_range"),
-        ({"allowed_token_ids": [9**9]}, "allowed_token_ids[0]", "token_id_outside_vocabulary"),
-        ({"min_tokens": 17}, "min_tokens", "min_tokens_out_of_range"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_field"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "no_stream"),
-        ({"frequency": 1}, "frequency", "unknown_field"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_field"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else str(value),
-)
-async def test_an_invalid_field_is_named(
-    http: Http, change: dict[str, object], param: str, code: str
-) -> None:
-    status, error = await http.error("/v1/completions", {"prompt": "x", **change})
-    assert status == (404 if code == "model_not_found" else 400)
-    assert (error["param"], error["code"]) == (param, code)
-    assert error["message"].startswith(f"{param}: ")
-    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+INVALID_FIELDS: list[tuple[dict[str, object], str, str]] = [
+    ({"prompt": None}, "prompt", "invalid_field"),
+    ({"prompt": []}, "prompt", "invalid_field"),
+    ({"prompt": ""}, "prompt", "empty_prompt"),
+    ({"prompt": ["x"] * 1025}, "prompt", "invalid_field"),
+    ({"prompt": "x " * 300}, "prompt", "context_length_exceeded"),
+    ({"prompt": [10**9]}, "prompt[0]", "token_id_outside_vocabulary"),
+    ({"prompt": [[1], "x", [-1]]}, "prompt[2][0]", "invalid_field"),
+    ({"model": "other"}, "model", "model_not_found"),
+    ({"temperature": -1}, "temperature", "temperature_out_of_range"),
+    ({"temperature": "1"}, "temperature", "invalid_field"),
+    ({"n": 0}, "n", "invalid_field"),
+    ({"n": 17}, "n", "n_out_of_range"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens_out_of_range"),
+    ({"logprobs": 21}, "logprobs", "logprobs_out_of_range"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_field"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs_out_of_range"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "unsupported_field"),
+    ({"stop": ["a"] * 17}, "stop", "too_many_stop"),
+    ({"suffix": "x"}, "suffix", "unsupported_field"),
+    ({"best_of": 2}, "best_of", "unsupported_field"),
+    ({"echo": True, "logprobs": 21}, "logprobs", "logprobs_out_of_range"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "frequency_penalty_out_of_range"),
+    ({"logit_bias": {"5": -101}}, "logit_bias[5]", "logit_bias_out_of_range"),
+    ({"allowed_token_ids": [9**9]}, "allowed_token_ids[0]", "token_id_outside_vocabulary"),
+    ({"min_tokens": 17}, "min_tokens", "min_tokens_out_of_range"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_field"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "no_stream"),
+    ({"frequency": 1}, "frequency", "unknown_field"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_field"),
+]
+
+
+async def test_an_invalid_field_is_named(http: Http) -> None:
+    for change, param, code in INVALID_FIELDS:
+        status, error = await http.error("/v1/completions", {"prompt": "x", **change})
+        assert status == (404 if code == "model_not_found" else 400)
+        assert (error["param"], error["code"]) == (param, code)
+        assert error["message"].startswith(f"{param}: ")
+        assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 async def test_a_body_that_is_no_object_is_refused(http: Http) -> None:

@@ -249,78 +249,75 @@ def check_refused(path: str, change: dict[str, Any], param: str, part: str) -> N
     assert part in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "change", "param", "code"),
-    [
-        ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias[5]", "invalid_field"),
-        ("/v1/completions", {"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "invalid_field"),
-        ("/v1/completions", {"logit_bias": {"-0": 1}}, "logit_bias", "invalid_field"),
-        ("/v1/completions", {"presence_penalty": 3}, "presence_penalty", None),
-        ("/v1/completions", {"min_tokens": 17}, "min_tokens", None),
-        ("/v1/completions", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
-        ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
-        ("/v1/completions", {"guided_json": {}}, "guided_json", "unsupported_field"),
-        ("/v1/completions", {"detokenize": False, "stop": "a"}, "stop", "stop_without_text"),
-        (
-            "/v1/completions",
-            {"structured_outputs": {"whitespace_pattern": " "}},
-            "structured_outputs.whitespace_pattern",
-            "unsupported_field",
-        ),
-        (
-            "/v1/chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-            "response_format.json_schema.name",
-            "missing_field",
-        ),
-        (
-            "/v1/chat/completions",
-            {"response_format": json_schema(5)},  # type: ignore[arg-type]
-            "response_format.json_schema.schema",
-            "invalid_field",
-        ),
-        (
-            "/v1/chat/completions",
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
-            "response_format.json_schema.schema",
-            "missing_field",
-        ),
-        (
-            "/v1/chat/completions",
-            {"response_format": json_schema(False)},  # type: ignore[arg-type]
-            "response_format.json_schema.schema",
-            "invalid_schema",
-        ),
-        ("/v1/responses", {"reasoning": {"effort": "max"}}, "reasoning.effort", "invalid_field"),
-        (
-            "/v1/responses",
-            {"text": {"format": {"type": "json_schema", "name": "n"}}},
-            "text.format.schema",
-            "missing_field",
-        ),
-        (
-            "/v1/responses",
-            {"text": {"format": {"type": "json_schema"}}},
-            "text.format.name",
-            "missing_field",
-        ),
-        (
-            "/v1/responses",
-            {"text": {"format": {"type": "text", "strict": True}}},
-            "text.format.strict",
-            "invalid_field",
-        ),
-        ("/v1/responses", {"presence_penalty": "a"}, "presence_penalty", "invalid_field"),
-    ],
-    ids=str,
-)
-async def test_the_client_s_name_of_an_invalid_field(
-    http: Http, path: str, change: dict[str, Any], param: str, code: str | None
-) -> None:
-    status, error = await http.error(path, {**BODIES[path][1], **change})
-    assert (status, error["param"]) == (400, param)
-    if code is not None:
-        assert error["code"] == code
+INVALID_FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
+    ("/v1/completions", {"logit_bias": {"5": "1"}}, "logit_bias[5]", "invalid_field"),
+    ("/v1/completions", {"logit_bias": {"5": 1, "05": 1}}, "logit_bias", "invalid_field"),
+    ("/v1/completions", {"logit_bias": {"-0": 1}}, "logit_bias", "invalid_field"),
+    ("/v1/completions", {"presence_penalty": 3}, "presence_penalty", None),
+    ("/v1/completions", {"min_tokens": 17}, "min_tokens", None),
+    ("/v1/completions", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
+    ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+    ("/v1/completions", {"guided_json": {}}, "guided_json", "unsupported_field"),
+    ("/v1/completions", {"detokenize": False, "stop": "a"}, "stop", "stop_without_text"),
+    (
+        "/v1/completions",
+        {"structured_outputs": {"whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "unsupported_field",
+    ),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "missing_field",
+    ),
+    (
+        "/v1/chat/completions",
+        {"response_format": json_schema(5)},  # type: ignore[arg-type]
+        "response_format.json_schema.schema",
+        "invalid_field",
+    ),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        "response_format.json_schema.schema",
+        "missing_field",
+    ),
+    (
+        "/v1/chat/completions",
+        {"response_format": json_schema(False)},  # type: ignore[arg-type]
+        "response_format.json_schema.schema",
+        "invalid_schema",
+    ),
+    ("/v1/responses", {"reasoning": {"effort": "max"}}, "reasoning.effort", "invalid_field"),
+    (
+        "/v1/responses",
+        {"text": {"format": {"type": "json_schema", "name": "n"}}},
+        "text.format.schema",
+        "missing_field",
+    ),
+    (
+        "/v1/responses",
+        {"text": {"format": {"type": "json_schema"}}},
+        "text.format.name",
+        "missing_field",
+    ),
+    (
+        "/v1/responses",
+        {"text": {"format": {"type": "text", "strict": True}}},
+        "text.format.strict",
+        "invalid_field",
+    ),
+    ("/v1/responses", {"presence_penalty": "a"}, "presence_penalty", "invalid_field"),
+]
+
+
+async def test_the_client_s_name_of_an_invalid_field(http: Http) -> None:
+    for path, change, param, code in INVALID_FIELDS:
+        status, error = await http.error(path, {**BODIES[path][1], **change})
+        assert (status, error["param"]) == (400, param)
+        if code is not None:
+            assert error["code"] == code
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,6 @@ def test_without_a_compiler_torch_serves(available: list[Implementation]) -> Non
             "print('No CUDA runtime is found', file=sys.stderr)",
             "there is no C++ compiler: c++ is not on the path",
             id="noise-on-stderr",
-            marks=pytest.mark.slow,
         ),
         pytest.param(
             "if 'kernels.cpu.build' in sys.orig_argv:\n"
@@ -97,10 +96,10 @@ def test_without_a_compiler_torch_serves(available: list[Implementation]) -> Non
             "    os._exit(1)",
             "the build crashed",
             id="crash",
-            marks=pytest.mark.slow,
         ),
     ],
 )
+@pytest.mark.slow
 def test_without_a_compiler_one_warning_has_the_reason(
     tmp_path: Path, startup: str, reason: str
 ) -> None:

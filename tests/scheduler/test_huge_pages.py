@@ -4,10 +4,13 @@ import asyncio
 import mmap
 from pathlib import Path
 
+import pytest
+
 from scheduler_svc import huge_pages
 from scheduler_svc.huge_pages import collapse_heap, keep_in_huge_pages
 
 
+@pytest.mark.slow
 def test_memory_keeps_its_contents() -> None:
     size = 8 * 2**20
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

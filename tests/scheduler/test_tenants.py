@@ -96,6 +96,7 @@ async def test_a_flood_of_one_tenant_does_not_delay_another(redis_url, sockets, 
         await until(lambda: not stack.engine.live, "the end of all")
 
 
+@pytest.mark.slow
 async def test_a_flood_on_all_workers_does_not_delay_another_tenant(redis_url, sockets):
     workers = {
         name: CheckingWorker(incarnation, num_blocks=1024, max_num_seqs=8)

@@ -681,6 +681,7 @@ async def test_health_and_reflection_are_served() -> None:
         assert SERVICE in names
 
 
+@pytest.mark.slow
 async def test_both_sides_prove_their_identity_with_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "certificates", "scheduler", "gateway")
     ca = made / "ca.pem"

@@ -154,6 +154,7 @@ def test_models_of_several_calls_are_not_cached(
     assert not list(cache.glob("*"))
 
 
+@pytest.mark.slow
 def test_transformers_is_not_imported(model: Path, cache: Path) -> None:
     load_and_store(settings_of(model, cache))
     script = f"""
