@@ -18,7 +18,7 @@ from scheduler_svc.gateway.connection import GatewayConnection, leadership_ended
 from scheduler_svc.gateway.orphans import Orphans
 from scheduler_svc.gateway.submissions import Submissions, other_shard
 from scheduler_svc.leadership.lease import Lease
-from scheduler_svc.store.errors import StoreError
+from scheduler_svc.store.errors import LeadershipLost, StaleEpoch
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.store.store import Store
 from scheduler_svc.tracing import request_phases
@@ -228,7 +228,7 @@ class FrameHandler:
 async def _unless_lost(work: Coroutine[None, None, None]) -> None:
     """Find out what a gateway asks. Without leadership there is no response: the term ends, and
     the gateway asks the next leader."""
-    with suppress(StoreError):
+    with suppress(LeadershipLost, StaleEpoch):
         await work
 
 
