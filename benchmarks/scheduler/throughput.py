@@ -82,7 +82,8 @@ def throughput(sizes: Sequence[tuple[int, float]], num_rows: int, effort: Effort
             "step time. *CPU* is the scheduler process's CPU time per step: the mean by the Linux "
             "kernel's counters, and percentiles of the time between two results. *Cores* are the "
             "cores used by each kind of process; if they add up to the machine's, the machine is "
-            "the limit.",
+            "the limit. A simulated device runs the steps in its queue back to back, as a GPU "
+            "does: it idles while no plan is there, not while its process is late.",
         ],
         columns=COLUMNS,
         rows=rows,

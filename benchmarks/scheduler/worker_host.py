@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import uvloop
 
 from benchmarks.scheduler import control
 from quire.internal.v1 import worker_pb2_grpc
@@ -18,6 +19,7 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from worker_svc.runner.device_thread import DeviceThread
+from worker_svc.service.server import SWITCH_INTERVAL_S
 from worker_svc.service.servicer import WorkerServicer
 from worker_svc.sim.runner import SimModel, SimRunner
 from worker_svc.sim.runner_loading import loaded_runner
@@ -117,4 +119,5 @@ async def _serve(runner: SimRunner, address: str, traffic: Traffic) -> grpc.aio.
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1]), SimModel(**json.loads(sys.argv[2])), sys.argv[3:]))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    uvloop.run(_main(Path(sys.argv[1]), SimModel(**json.loads(sys.argv[2])), sys.argv[3:]))

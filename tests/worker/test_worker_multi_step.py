@@ -1,6 +1,7 @@
 """Plans of several rounds: what they give is what plans of one round each would have given."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def runner_with_model(kind: str, folder: Path) -> StepRunner:
 @pytest.fixture(params=["simulated", *_WITH_MODELS])
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> StepRunner:
     if request.param == "simulated":
-        return SimRunner(SMALL)
+        return SimRunner(replace(SMALL, step_ms=0.1))
     return runner_with_model(request.param, tmp_path)
 
 

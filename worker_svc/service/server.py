@@ -34,7 +34,7 @@ _MODEL_CHECK = "model"
 _WRONG_SETTING = 2
 _DEVICE_LOST = 3
 # The device thread gets the interpreter back from the event loop within this; the default is 5 ms.
-_SWITCH_INTERVAL_S = 0.0002
+SWITCH_INTERVAL_S = 0.0002
 # Time for streams to end with their own status.
 _CLOSE_GRACE_S = 1.0
 # Time for the running step. Longer work, such as loading a model, is abandoned.
@@ -43,7 +43,7 @@ _LAST_STEP_S = 5.0
 
 def main(settings: WorkerSettings, load_runner: RunnerLoader) -> int:
     """Run the worker until a signal stops it; return the process's exit status."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     configure_logging("worker", settings.log_level, settings.log_format)
     try:
         uvloop.run(run(settings, load_runner))

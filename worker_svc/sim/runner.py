@@ -17,17 +17,16 @@ from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.jumps import jump, lookahead_rows
 from worker_svc.plan.logprobs import Logprobs
-from worker_svc.plan.plans import Plan, PlanError, StepOutput, StepTimes
+from worker_svc.plan.plans import Plan, PlanError, StepOutput
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import Callback, Identity, PendingOutput, ReadyOutput, no_op
+from worker_svc.sim.device_clock import DeviceClock
 from worker_svc.sim.drafter import Drafts, SimDrafter
 from worker_svc.sim.kv_checker import KvChecker
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
 from worker_svc.sim.sampling import logprobs_at, seeds_after, tokens_at
 
-# A sleep may end this late; for the last part of a step the clock is polled instead.
-_LONGEST_OVERSLEEP_NS = 150_000
 # A shell's exit status after SIGKILL. The signal itself would not do: the first process of a
 # container cannot send it to itself.
 _KILLED = 137
@@ -146,20 +145,22 @@ class SimRunner:
             model.acceptance_rate,
             model.vocab_size,
         )
-        self._idle_since_ns = time.monotonic_ns()
+        self._clock = DeviceClock()
         self.last_finished_step = 0  # read by other threads
 
     def launch(self, plan: Plan, before_blocking: Callback = no_op) -> PendingOutput[StepOutput]:
         """Run one plan to its end."""
-        before_blocking()
-        return ReadyOutput(self.run(plan))
+        return ReadyOutput(self.run(plan, before_blocking))
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, before_blocking: Callback = no_op) -> StepOutput:
         """Run one plan, for at least the model's duration. Violation if it breaks a rule; rows are
         then undefined until `clear`."""
-        self.gate.wait()
+        if not self.gate.is_set():
+            before_blocking()
+            self.gate.wait()
+            self._clock.resume()
         try:
-            return self._run(plan)
+            return self._run(plan, before_blocking)
         except PlanError as error:
             raise self.kv_checker.record(plan.step, error) from error
 
@@ -170,15 +171,13 @@ class SimRunner:
         if self._poison is not None:
             self._poison.clear()
 
-    def _run(self, plan: Plan) -> StepOutput:
+    def _run(self, plan: Plan, before_blocking: Callback) -> StepOutput:
         started_ns = time.monotonic_ns()
-        idle_since_ns = self._idle_since_ns
         self.kv_checker.apply(plan)
         rows, counts, failures = self._tables.runnable(plan)
         drafts = self._drafter.draft(plan, rows, counts)
         num_drafts = np.zeros_like(counts) if drafts is None else drafts.counts
         inputs = self._tables.prepare(rows, counts + num_drafts, num_drafts)
-        prepared_ns = time.monotonic_ns()
         if self._poison is not None:
             self._poison.check(plan)
         self.kv_checker.write(plan, rows, inputs)
@@ -189,22 +188,14 @@ class SimRunner:
         gained = Counter(row for part in parts[1:] for row in part.rows.tolist())
         forced_tokens = partial(self._forced_tokens, plan)
         jumps = jump(plan, self._tables, sampled.rows, forced_tokens, gained)
-        _sleep_until(started_ns + self.model.step_ns(inputs))
-        ended_ns = time.monotonic_ns()
-        self._idle_since_ns = ended_ns
+        before_blocking()
+        times = self._clock.run(plan.arrived_ns, started_ns, self.model.step_ns(inputs))
         self.last_finished_step = plan.step
         return jumps.add_to(
             StepOutput(
                 sampled_rows=np.concatenate([part.rows for part in parts]).tolist(),
                 sampled_token_ids=np.concatenate([part.token_ids for part in parts]).tolist(),
-                # Sampling is within the step's time and has none of its own.
-                times=StepTimes(
-                    waiting_ns=started_ns - idle_since_ns,
-                    preparing_ns=prepared_ns - started_ns,
-                    forward_ns=ended_ns - prepared_ns,
-                    sampling_ns=0,
-                    starting_ns=started_ns - max(idle_since_ns, plan.arrived_ns),
-                ),
+                times=times,
                 logprobs=Logprobs.join(
                     [len(part.rows) for part in parts], [part.logprobs for part in parts]
                 ),
@@ -333,12 +324,3 @@ class SimRunner:
         return PromptLogprobs.pack(
             targets, *logprobs_at(seeds, positions, targets.token_ids, targets.num_top, vocab_size)
         )
-
-
-def _sleep_until(deadline_ns: int) -> None:
-    """Sleep, then poll the clock: a sleep alone ends late."""
-    left_ns = deadline_ns - time.monotonic_ns() - _LONGEST_OVERSLEEP_NS
-    if left_ns > 0:
-        time.sleep(left_ns / 1e9)
-    while time.monotonic_ns() < deadline_ns:
-        pass
