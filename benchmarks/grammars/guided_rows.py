@@ -9,7 +9,7 @@ import numpy as np
 from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
-from worker_svc.plan.plans import Admission, BlockMoves, Plan, StepOutput
+from worker_svc.plan.plans import NO_APPENDS, Admission, BlockMoves, Plan, StepOutput
 from worker_svc.runner.step_runner import LoadedRunner, PendingOutput
 
 _NOTHING = np.empty(0, np.int64)
@@ -173,7 +173,7 @@ class RowDriver:
             step=self.num_steps + 1,
             released_rows=released_rows,
             admissions=admissions,
-            appends=(),
+            appends=NO_APPENDS,
             swap_outs=_NO_MOVES,
             swap_ins=_NO_MOVES,
             copies=_NO_MOVES,

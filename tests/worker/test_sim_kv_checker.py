@@ -189,7 +189,9 @@ def test_blocks_move_to_free_places(worker: SimDriver, plan: dict[str, object]) 
         ({"scheduled": [(0, 2)]}, "more tokens scheduled than known"),
         ({"admissions": [(1, [1] * 13, 0, [3, 4, 5, 6])], "scheduled": [(1, 13)]}, "at most 12"),
         ({"admissions": [(1, _FIVE, 0, [3])], "scheduled": [(1, 5)]}, "without a block"),
-        ({"appends": [(0, [3, 4, 5])]}, "its table has fewer"),
+        ({"appends": [(0, [3, 4, 5])]}, "row 0: 5 blocks, its table has fewer"),
+        ({"appends": [(2, [3])]}, "row 2 holds no sequence"),
+        ({"appends": [(0, [3]), (0, [4])]}, "a row gets blocks twice"),
         ({"admissions": [(1, _FIVE, 5, [1, 2])]}, "no token left"),
     ],
 )

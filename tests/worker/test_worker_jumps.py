@@ -13,7 +13,7 @@ from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.jumps import jump
 from worker_svc.plan.logits_params import LogitsParams
-from worker_svc.plan.plans import Admission, BlockMoves, Plan, plan_from_proto
+from worker_svc.plan.plans import NO_APPENDS, Admission, BlockMoves, Plan, plan_from_proto
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import StepRunner
@@ -72,7 +72,7 @@ def plan(
         step=1,
         released_rows=_NOTHING,
         admissions=admissions,
-        appends=(),
+        appends=NO_APPENDS,
         swap_outs=_NO_MOVES,
         swap_ins=_NO_MOVES,
         copies=_NO_MOVES,

@@ -12,6 +12,7 @@ from worker_driver import LaneClient, Sampling, Sequence, ServedWorker, admit, s
 
 from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.plan.plans import Plan, StepOutput
+from worker_svc.runner.step_runner import Callback, no_op
 from worker_svc.sim.runner import SimModel, SimRunner
 from worker_svc.sim.runner_loading import loaded_runner
 
@@ -27,10 +28,10 @@ class WatchedRunner(SimRunner):
         super().__init__(_MODEL)
         self.second = threading.Event()
 
-    def run(self, plan: Plan) -> StepOutput:
+    def run(self, plan: Plan, before_blocking: Callback = no_op) -> StepOutput:
         if plan.step == 2:
             self.second.set()
-        return super().run(plan)
+        return super().run(plan, before_blocking)
 
 
 @pytest.fixture

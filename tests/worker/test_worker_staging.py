@@ -18,7 +18,7 @@ from worker_svc.gpu.device_inputs import (
     sampling_arrays,
 )
 from worker_svc.gpu.staging import ALIGNMENT, Staging, largest_step_bytes, layout
-from worker_svc.plan.plans import Admission, BlockMoves, Plan
+from worker_svc.plan.plans import NO_APPENDS, Admission, BlockMoves, Plan
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.device_thread import MAX_IN_FLIGHT
 
@@ -138,4 +138,6 @@ def full_plan(num_scheduled: list[int], num_blocks: int) -> Plan:
         for row, num_tokens in enumerate(num_scheduled)
     )
     rows = np.arange(len(num_scheduled))
-    return Plan(1, 1, none, admissions, (), moves, moves, moves, rows, np.array(num_scheduled))
+    return Plan(
+        1, 1, none, admissions, NO_APPENDS, moves, moves, moves, rows, np.array(num_scheduled)
+    )

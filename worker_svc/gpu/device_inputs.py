@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.sampling import SamplingTensors
 from worker_svc.plan.inputs import Ints, StepInputs
-from worker_svc.plan.plans import Admission, BlockAppend, Plan
+from worker_svc.plan.plans import Plan
 from worker_svc.plan.prompt_logprobs import PromptTargets
 from worker_svc.plan.tables import RowTables
 
@@ -138,14 +138,14 @@ def prompt_arrays(targets: PromptTargets | None) -> Arrays:
 
 def block_arrays(plan: Plan, tables: RowTables) -> Arrays:
     """The arrays of `BlockChanges`, after the plan was applied to the tables."""
-    counts: dict[int, int] = {}
-    changes: tuple[Admission | BlockAppend, ...] = (*plan.admissions, *plan.appends)
-    for change in changes:
-        counts[change.row] = counts.get(change.row, 0) + len(change.block_ids)
-    width = tables.block_table.shape[1]
-    ends = [row * width + int(tables.num_blocks[row]) for row in counts]
-    pieces = [np.arange(end - n, end) for end, n in zip(ends, counts.values(), strict=True)]
-    indices = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+    counts = np.zeros(tables.max_num_seqs, np.int64)
+    for admission in plan.admissions:
+        counts[admission.row] = len(admission.block_ids)
+    counts[plan.appends.rows] += plan.appends.num_blocks
+    rows = counts.nonzero()[0]
+    counts = counts[rows]
+    ends = rows * tables.block_table.shape[1] + tables.num_blocks[rows]
+    indices = np.repeat(ends - counts.cumsum(), counts) + np.arange(counts.sum())
     return {"table_indices": indices, "block_ids": tables.block_table.reshape(-1)[indices]}
 
 

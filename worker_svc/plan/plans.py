@@ -39,11 +39,16 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class BlockAppend:
-    """Blocks to append to a row's table."""
+class BlockAppends:
+    """Blocks to append to the tables of rows. A row is there once."""
 
-    row: int
-    block_ids: Ints
+    rows: Ints
+    num_blocks: Ints  # one per row
+    block_ids: Ints  # of all rows, one row after the other
+
+    @classmethod
+    def of_row(cls, row: int, block_ids: Ints) -> "BlockAppends":
+        return cls(np.array([row]), np.array([len(block_ids)]), block_ids)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ _COLUMNS: Final = {
     "num_prompt_logprobs": "num_prompt_logprobs",
 }
 _NOTHING: Final[Ints] = np.empty(0, np.int64)
+NO_APPENDS: Final = BlockAppends(_NOTHING, _NOTHING, _NOTHING)
 _NO_MOVES: Final = BlockMoves(_NOTHING, _NOTHING)
 
 
@@ -79,7 +85,7 @@ class Plan:
     step: int
     released_rows: Ints
     admissions: tuple[Admission, ...]
-    appends: tuple[BlockAppend, ...]
+    appends: BlockAppends
     swap_outs: BlockMoves
     swap_ins: BlockMoves
     copies: BlockMoves
@@ -107,7 +113,7 @@ class Plan:
                 step=self.step,
                 released_rows=_NOTHING,
                 admissions=(),
-                appends=(),
+                appends=NO_APPENDS,
                 swap_outs=_NO_MOVES,
                 swap_ins=_NO_MOVES,
                 copies=_NO_MOVES,
@@ -192,10 +198,10 @@ def plan_to_proto(plan: Plan) -> worker_pb2.BatchPlan:
     )
     for admission in plan.admissions:
         _add_admission(message.admissions, admission)
-    for append in plan.appends:
-        message.appends.rows.append(append.row)
-        message.appends.block_ids.extend(append.block_ids)
-        message.appends.num_blocks.append(len(append.block_ids))
+    if len(plan.appends.rows):
+        message.appends.rows.extend(plan.appends.rows)
+        message.appends.num_blocks.extend(plan.appends.num_blocks)
+        message.appends.block_ids.extend(plan.appends.block_ids)
     for name in ("swap_outs", "swap_ins", "copies"):
         moves: BlockMoves = getattr(plan, name)
         if len(moves.sources):
@@ -279,13 +285,13 @@ def _logits_params(data: bytes) -> LogitsParams | None:
         raise PlanError(f"logits_params: {error}") from error
 
 
-def _appends(plan: worker_pb2.BatchPlan) -> tuple[BlockAppend, ...]:
+def _appends(plan: worker_pb2.BatchPlan) -> BlockAppends:
     if not plan.HasField("appends"):
-        return ()
+        return NO_APPENDS
     message = plan.appends
     _require_parallel("appends", message.rows, message.num_blocks)
-    block_ids = _split(message.block_ids, message.num_blocks)
-    return tuple(BlockAppend(row, ids) for row, ids in zip(message.rows, block_ids, strict=True))
+    _require_sum(message.num_blocks, message.block_ids)
+    return BlockAppends(_ints(message.rows), _ints(message.num_blocks), _ints(message.block_ids))
 
 
 def _moves(
@@ -300,10 +306,14 @@ def _moves(
 
 def _split(values: Sequence[int], counts: Sequence[int]) -> list[NDArray[np.int64]]:
     """Cut a concatenation; PlanError if the counts do not add up to its length."""
-    if sum(counts) != len(values):
-        raise PlanError(f"{len(values)} values, but their counts add up to {sum(counts)}")
+    _require_sum(counts, values)
     array, ends = _ints(values), list(accumulate(counts, initial=0))
     return [array[first:end] for first, end in pairwise(ends)]
+
+
+def _require_sum(counts: Sequence[int], values: Sequence[int]) -> None:
+    if sum(counts) != len(values):
+        raise PlanError(f"{len(values)} values, but their counts add up to {sum(counts)}")
 
 
 def _require_parallel(what: str, *arrays: Sequence[object] | Ints) -> None:

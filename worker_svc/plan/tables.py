@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from worker_svc.plan.failures import RowFailure
 from worker_svc.plan.inputs import InputBuffers, Ints, StepInputs, prepare_inputs
 from worker_svc.plan.logprobs import MAX_NUM_LOGPROBS
-from worker_svc.plan.plans import Admission, BlockAppend, Plan, PlanError
+from worker_svc.plan.plans import Admission, BlockAppends, Plan, PlanError
 from worker_svc.plan.prompt_logprobs import PromptTargets, prompt_targets
 
 # In the token table: a sampled token that is only on the device.
@@ -71,8 +71,8 @@ class RowTables:
             self._release(row)
         for admission in plan.admissions:
             self._admit(admission)
-        for append in plan.appends:
-            self._append(append)
+        if len(plan.appends.rows):
+            self._append(plan.appends)
 
     def clear(self) -> None:
         """Release every row."""
@@ -241,18 +241,29 @@ class RowTables:
         params = admission.logits_params
         self.processed_logprobs[row] = params is not None and params.processed_logprobs
         self.without_drafts[row] = admission.without_drafts
-        self._append(BlockAppend(row, admission.block_ids))
+        self._append(BlockAppends.of_row(row, admission.block_ids))
 
-    def _append(self, append: BlockAppend) -> None:
-        row, ids = append.row, append.block_ids
-        self._require_held(row)
-        start = int(self.num_blocks[row])
-        if start + len(ids) > self.block_table.shape[1]:
-            raise PlanError(f"row {row}: {start + len(ids)} blocks, its table has fewer")
-        if len(ids) and not (ids.min() > 0 and ids.max() < self._num_pool_blocks):
+    def _append(self, appends: BlockAppends) -> None:
+        rows, counts, ids = appends.rows, appends.num_blocks, appends.block_ids
+        if rows.max() >= self.max_num_seqs or not self.num_tokens[rows].all():
+            for row in rows.tolist():
+                self._require_held(row)
+        if len(rows) > 1 and np.bincount(rows).max() > 1:
+            raise PlanError("a row gets blocks twice")
+        starts = self.num_blocks[rows]
+        ends = starts + counts
+        if (ends > self.block_table.shape[1]).any():
+            row = int(rows[ends.argmax()])
+            raise PlanError(f"row {row}: {ends.max()} blocks, its table has fewer")
+        wrong = (ids < 1) | (ids >= self._num_pool_blocks)
+        if wrong.any():
+            row = int(np.repeat(rows, counts)[wrong][0])
             raise PlanError(f"row {row}: block ids must be 1 to {self._num_pool_blocks - 1}")
-        self.block_table[row, start : start + len(ids)] = ids
-        self.num_blocks[row] += len(ids)
+        # The place of a row's first block, less that of its first id.
+        shifts = starts - (counts.cumsum() - counts)
+        places = np.repeat(shifts, counts) + np.arange(len(ids))
+        self.block_table[np.repeat(rows, counts), places] = ids
+        self.num_blocks[rows] = ends
 
     def _with_drafts(self, rows: Ints, num_drafts: Ints | None) -> Ints:
         """The number of each row's tokens, drafts included."""

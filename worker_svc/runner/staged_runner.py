@@ -76,6 +76,6 @@ def rows_of(plan: Plan) -> set[int]:
     return {
         *plan.released_rows.tolist(),
         *(admission.row for admission in plan.admissions),
-        *(append.row for append in plan.appends),
+        *plan.appends.rows.tolist(),
         *plan.rows.tolist(),
     }

@@ -9,10 +9,12 @@ prefixes are compared only at admission, because between admissions
 so a step without admissions is checked by what it writes.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from worker_svc.plan.inputs import Ints, StepInputs
-from worker_svc.plan.plans import Admission, BlockAppend, BlockMoves, Plan, PlanError
+from worker_svc.plan.plans import Admission, BlockMoves, Plan, PlanError
 from worker_svc.plan.tables import RowTables
 from worker_svc.sim.sampling import Words, mix
 from worker_svc.sim.violations import Rule, Violation
@@ -159,7 +161,7 @@ class KvChecker:
         """Each row with its new blocks, except those with tokens that count as computed."""
         return [
             *((a.row, a.block_ids[self._num_computed_blocks(a) :]) for a in plan.admissions),
-            *((a.row, a.block_ids) for a in plan.appends),
+            *_appended(plan),
         ]
 
     def _computed(self, plan: Plan, but: int | None = None) -> Ints:
@@ -173,6 +175,8 @@ class KvChecker:
         return -(-admission.num_computed_tokens // self._block_size)
 
     def _move(self, plan: Plan) -> None:
+        if not plan.moves_blocks:
+            return
         if len(plan.swap_outs.sources) and len(plan.swap_ins.sources):
             raise Violation(plan.step, Rule.SWAP_DIRECTION, "both in one plan")
         self._swap_out(plan)
@@ -261,14 +265,21 @@ def _hash_terms(token_ids: Ints, positions: Ints) -> Words:
 def _placed(plan: Plan) -> Ints:
     """Every block that the plan puts into a table, as often as it does."""
     blocks = [admission.block_ids for admission in plan.admissions]
-    blocks += [append.block_ids for append in plan.appends]
-    return np.concatenate(blocks) if blocks else _NONE
+    return np.concatenate([*blocks, plan.appends.block_ids]) if blocks else plan.appends.block_ids
+
+
+def _appended(plan: Plan) -> Iterator[tuple[int, Ints]]:
+    """Each row with the blocks that are appended to its table."""
+    ends = plan.appends.num_blocks.cumsum()
+    block_ids = np.split(plan.appends.block_ids, ends[:-1])
+    # Without any row there is still one part, an empty one.
+    return zip(plan.appends.rows.tolist(), block_ids, strict=False)
 
 
 def _receiver(plan: Plan, block: int) -> int | None:
     """The row into whose table the plan puts the block, if there is one."""
-    entries: list[Admission | BlockAppend] = [*plan.admissions, *plan.appends]
-    return next((entry.row for entry in entries if block in entry.block_ids), None)
+    entries = [*((one.row, one.block_ids) for one in plan.admissions), *_appended(plan)]
+    return next((row for row, block_ids in entries if block in block_ids), None)
 
 
 def _repeated(values: Ints) -> int:

@@ -268,6 +268,8 @@ class SimRunner:
     def _without_held(self, plan: Plan, rows: Ints, recorded: RecordedStep | None) -> Ints:
         """The rows that may sample now; the last tokens of the others are computed again."""
         lookahead = lookahead_rows(plan)
+        if not lookahead:
+            return rows
         if recorded is not None:
             held = [row for row in lookahead if row not in recorded.token_ids]
             held = [row for row in held if row not in recorded.failed]
