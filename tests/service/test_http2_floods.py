@@ -1,6 +1,7 @@
 """Clients that send more than they should, and what it costs the others."""
 
 import asyncio
+import gc
 import zlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,7 @@ from http2_peer import Peer, data
 
 from quire.service.http2 import frames
 from quire.service.http2.messages import PREFIX, pack_message
+from quire.service.http2.output import OutputStream
 from quire.service.http2.server_call import INITIAL_WINDOW
 
 _CONNECTION = "quire.service.http2.server_connection"
@@ -191,6 +193,24 @@ async def test_streams_alternate_when_little_may_be_sent(peer: Peer) -> None:
     sent = await peer.received()
     assert {len(one.payload) for one in sent} == {10}
     assert [one.stream for one in sent] == [1, 3, 5, 1, 3, 5]
+
+
+def _num_streams() -> int:
+    gc.collect()
+    return sum(isinstance(one, OutputStream) for one in gc.get_objects())
+
+
+async def test_calls_that_end_without_having_sent_are_forgotten(peer: Peer) -> None:
+    """A client whose connection's window is used up may begin any number of them."""
+    num_before = _num_streams()
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2**20}))
+    peer.send(peer.headers(1), *(data(bytes(995), 1) for _ in range(66)))
+    for stream in range(3, 23, 2):
+        peer.send(peer.headers(stream), data(bytes(10), stream))
+        await peer.received()
+        peer.send(frames.pack_reset(stream, frames.CANCEL))
+    await peer.received()
+    assert _num_streams() == num_before + 1
 
 
 async def test_what_is_no_call_is_refused(peer: Peer) -> None:

@@ -1,7 +1,7 @@
 """What a server sends over one connection: frames, as far as the peer and the socket take them."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -45,7 +45,7 @@ class Output:
         self._initial_window = frames.DEFAULT_WINDOW
         self._streams: dict[int, OutputStream] = {}
         # Streams with something unsent that their own windows permit, in the order of sending.
-        self._waiting: deque[OutputStream] = deque()
+        self._waiting: OrderedDict[OutputStream, None] = OrderedDict()
 
     def open_stream(self, number: int) -> "OutputStream":
         stream = OutputStream(self, number, self._initial_window)
@@ -54,7 +54,10 @@ class Output:
 
     def forget(self, number: int) -> None:
         """The stream has ended."""
-        self._streams.pop(number, None)
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            # A peer that never raises the connection's window may begin any number of them.
+            self._waiting.pop(stream, None)
 
     def write(self, data: bytes) -> None:
         """Send frames, in this iteration of the loop together with all others: after a step each of
@@ -136,14 +139,16 @@ class Output:
         self.send_rest()
 
     def wait(self, stream: "OutputStream") -> None:
-        """Send the rest of a stream, a frame at a time, alternately with others."""
-        self._waiting.append(stream)
+        """Send the rest of a stream, a frame at a time, alternately with others. One that waits
+        already keeps its place."""
+        self._waiting[stream] = None
 
     def send_rest(self) -> None:
         """Send what has waited, a frame of each stream after another."""
         waiting = self._waiting
         while waiting and self.window > 0 and not self.is_paused:
-            waiting.popleft().send_frame()
+            stream, _ = waiting.popitem(last=False)
+            stream.send_frame()
 
 
 class OutputStream:
@@ -154,8 +159,6 @@ class OutputStream:
         self._number = number
         self._window = window
         self._unsent = bytearray()
-        # Whether the output knows that it waits.
-        self._is_waiting = False
         # Set when nothing is unsent any more; None without a handler that waits.
         self._sent: asyncio.Event | None = None
 
@@ -192,7 +195,6 @@ class OutputStream:
 
     def send_frame(self) -> None:
         """Send a frame, as far as the windows permit one."""
-        self._is_waiting = False
         size = min(self._sendable, len(self._unsent))
         if size <= 0:
             return
@@ -207,8 +209,7 @@ class OutputStream:
             self._wake()
 
     def _wait(self) -> None:
-        if self._unsent and self._window > 0 and not self._is_waiting:
-            self._is_waiting = True
+        if self._unsent and self._window > 0:
             self._output.wait(self)
 
     @property
