@@ -97,7 +97,8 @@ def write_address(file: Path, address: str) -> None:
 
 
 class _Reflection(reflection.aio.ReflectionServicer):
-    """Parses requests itself: gRPC's own parsing ends a malformed one with UNKNOWN."""
+    """Parses requests itself: gRPC's own parsing ends a malformed one with UNKNOWN. It also finds
+    methods, which gRPC's own servicer does not."""
 
     async def respond(
         self, requests: AsyncIterable[bytes], context: grpc.aio.ServicerContext[Any, Any]
@@ -110,9 +111,22 @@ class _Reflection(reflection.aio.ReflectionServicer):
                 error = failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
                 await abort(context, error)
             # Its type stub declares a coroutine.
-            responses: Any = self.ServerReflectionInfo(_only(request), context)
+            responses: Any = self.ServerReflectionInfo(_only(_findable(request)), context)
             async for response in responses:
+                response.original_request.CopyFrom(request)
                 yield response
+
+
+def _findable(
+    request: reflection_pb2.ServerReflectionRequest,
+) -> reflection_pb2.ServerReflectionRequest:
+    """Ask for a method's service, which is in the same file; other requests are returned."""
+    try:
+        method = descriptor_pool.Default().FindMethodByName(request.file_containing_symbol)
+    except KeyError:
+        return request
+    service = method.containing_service.full_name
+    return reflection_pb2.ServerReflectionRequest(file_containing_symbol=service)
 
 
 async def _only(

@@ -112,12 +112,18 @@ async def test_reflection_responds_under_both_names(address: str, version: str) 
         )
         requests = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
+            *(
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
+                for symbol in ("grpc.health.v1.Health", "grpc.health.v1.Health.Watch")
+            ),
         ]
-        listed, described = [response async for response in reflect(iter(requests))]
+        listed, *described = [response async for response in reflect(iter(requests))]
     names = {service.name for service in listed.list_services_response.service}
     assert {SERVICE, "grpc.health.v1.Health"} <= names
-    assert described.file_descriptor_response.file_descriptor_proto
+    files = [one.file_descriptor_response.file_descriptor_proto for one in described]
+    assert files[0]
+    assert files[0] == files[1]
+    assert described[1].original_request == requests[2]
 
 
 async def test_an_address_in_use_has_a_clear_message(address: str) -> None:
