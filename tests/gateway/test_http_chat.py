@@ -9,7 +9,7 @@ from gateway_tokenizers import byte_fallback
 from http_client import Http
 
 from gateway_svc.generation.choice import ChoiceUpdate
-from gateway_svc.http.formats.logprobs import chat_logprobs
+from gateway_svc.http.formats.logprobs import chat_logprobs, completion_logprobs
 from gateway_svc.scheduler.events import TokenLogprobs
 from gateway_svc.text import model_files
 from gateway_svc.text.chat_template import ChatTemplate
@@ -108,7 +108,7 @@ async def test_logprobs_have_bytes(http: Http) -> None:
     assert content[0]["top_logprobs"][0]["logprob"] == -9999.0
 
 
-def test_the_first_token_of_a_chat_has_no_space_that_its_text_lacks(tmp_path: Path) -> None:
+def test_the_first_token_of_a_text_has_no_space_that_the_text_lacks(tmp_path: Path) -> None:
     tokenizer = byte_fallback()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text("{}")
@@ -123,6 +123,10 @@ def test_the_first_token_of_a_chat_has_no_space_that_its_text_lacks(tmp_path: Pa
     entries = [entry for one in updates for entry in chat_logprobs(one, model) or ()]
     assert "".join(entry["token"] for entry in entries) == "ab 日 ab"
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "ab 日 ab"
+    echo = ChoiceUpdate(0, "", tuple(ids[:1]), 0, None, logprobs[:1])
+    found = completion_logprobs(echo, model)
+    assert found is not None
+    assert (found["tokens"], model.token_texts[ids[0]]) == (["ab"], " ab")
 
 
 async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:

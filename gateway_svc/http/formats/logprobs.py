@@ -21,7 +21,7 @@ def completion_logprobs(update: ChoiceUpdate, model: Model) -> dict[str, Any] | 
     texts = model.token_texts
     tokens = [_split(logprobs) for logprobs in update.logprobs]
     return {
-        "tokens": [texts[sampled[0]] for sampled, _ in tokens],
+        "tokens": [_token(sampled, model) for sampled, _ in tokens],
         "token_logprobs": [_number(sampled[1]) for sampled, _ in tokens],
         "top_logprobs": [
             None
@@ -62,6 +62,13 @@ def chat_logprobs(update: ChoiceUpdate, model: Model) -> list[dict[str, Any]] | 
 def _split(logprobs: TokenLogprobs) -> tuple[_Entry, list[_Entry]]:
     sampled, *top = logprobs.entries()
     return sampled, top
+
+
+def _token(entry: _Entry, model: Model) -> str:
+    """The text of a token. A prompt's first one, which has no log-probability, begins the text: it
+    may lack the space that others of its kind have."""
+    id_, logprob, _ = entry
+    return model.vocabulary.decode([id_]) if math.isnan(logprob) else model.token_texts[id_]
 
 
 def _object(entry: _Entry, model: Model) -> dict[str, Any]:
