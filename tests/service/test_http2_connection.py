@@ -289,6 +289,22 @@ async def test_the_window_of_the_connection_bounds_all_streams(peer: Peer) -> No
     assert sum(len(one.payload) for one in sent) == 80_000 - frames.DEFAULT_WINDOW
 
 
+@pytest.mark.parametrize(
+    ("sizes", "updates"),
+    [([0, 0], b"\x20"), ([100, 0, 4096] * 30, b"\x20\x3f\xe1\x1f"), ([4096, 2**32 - 1], b"")],
+)
+async def test_headers_name_the_least_and_the_last_size_of_the_table(
+    peer: Peer, sizes: list[int], updates: bytes
+) -> None:
+    """As their decoder needs it."""
+    peer.send(*(frames.pack_settings({frames.HEADER_TABLE_SIZE: size}) for size in sizes))
+    peer.send(peer.headers(), data(b"message"))
+    [headers] = [one for one in await peer.received() if one.kind == frames.HEADERS]
+    # The first field is one of the static table.
+    assert headers.payload.startswith(updates + b"\x88")
+    assert peer.fields(headers)[":status"] == "200"
+
+
 async def test_windows_are_raised_by_what_was_read(peer: Peer) -> None:
     part = frames.pack_frame(frames.DATA, 0, 1, pack_message(bytes(1000)) * 60)
     peer.send(

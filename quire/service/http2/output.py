@@ -122,11 +122,20 @@ class Output:
         self._initial_window = initial_window
         self.frame_size = min(frame_size, _MAX_FRAME_BYTES)
         if frames.HEADER_TABLE_SIZE in settings:
-            size = min(settings[frames.HEADER_TABLE_SIZE], _MAX_TABLE_BYTES)
-            self._encoder.header_table_size = size
+            self._resize_table(min(settings[frames.HEADER_TABLE_SIZE], _MAX_TABLE_BYTES))
         # First: the peer counts by the new windows from the acknowledgement on.
         self.respond(frames.pack_frame(frames.SETTINGS, frames.ACK, 0))
         self.send_rest()
+
+    def _resize_table(self, size: int) -> None:
+        """Change the size of the table of header fields, which the next block of headers names."""
+        encoder = self._encoder
+        # hpack forgets to name a change that is followed by one to the same size.
+        if size != encoder.header_table_size:
+            encoder.header_table_size = size
+            # It keeps all of them; the peer needs the least and the last (RFC 7541, section 4.2).
+            if len(changes := encoder.table_size_changes) > 2:
+                changes[:] = [min(changes), size]
 
     def raise_window(self, stream: int, increment: int) -> None:
         """Apply an update of a window. ProtocolError if it is invalid."""
