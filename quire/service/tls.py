@@ -53,7 +53,12 @@ class TLS:
 
     def ssl_context(self) -> ssl.SSLContext:
         """A context that has loaded the files, which checks them better than gRPC does."""
-        context = ssl.create_default_context(cafile=None)
+        # `create_default_context` without a file would trust the system's authorities as well.
+        context = (
+            ssl.create_default_context()
+            if self.ca is None
+            else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        )
         if self.ca is not None:
             _load_ca(context, Path(self.ca))
         if self.cert is not None and self.key is not None:

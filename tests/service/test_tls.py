@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
 from quire.service.http2 import frames
+from quire.service.http2.connect import find_obstacle
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
@@ -61,7 +62,9 @@ async def is_served(address: str, tls: TLS | None, host: str | None = None) -> b
     return code is grpc.StatusCode.OK
 
 
-async def test_a_client_verifies_the_server(certificates: Path, tmp_path: Path) -> None:
+async def test_a_client_verifies_the_server(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stranger = make_certificates(tmp_path / "stranger")
     async with serving(identity(certificates, "gateway")) as address:
         assert await is_served(address, TLS(certificates / "ca.pem"))
@@ -71,6 +74,10 @@ async def test_a_client_verifies_the_server(certificates: Path, tmp_path: Path) 
         assert not await is_served(address, TLS(stranger / "ca.pem"))
         assert not await is_served(address, TLS())
         assert not await is_served(address, None)
+        # The system's authorities are not trusted beside those of a file.
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+        assert not await find_obstacle(address, TLS(), "gateway")
+        assert "verify failed" in await find_obstacle(address, TLS(stranger / "ca.pem"), "gateway")
 
 
 async def test_a_server_verifies_its_clients(certificates: Path, tmp_path: Path) -> None:
