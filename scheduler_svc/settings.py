@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -200,16 +201,16 @@ class SchedulerSettings(TracedServiceSettings):
 
     @model_validator(mode="after")
     def _has_usable_tls(self) -> Self:
-        link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
-        link_tls("peer", self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)
+        # Checked once: at the start of a later term the files may be in the middle of a renewal.
+        _ = self.worker_tls, self.peer_tls
         return self
 
-    @property
+    @cached_property
     def peer_tls(self) -> TLS | None:
         """The TLS of connections to other schedulers; None without."""
         return link_tls("peer", self.peer_tls_ca, self.peer_tls_cert, self.peer_tls_key)
 
-    @property
+    @cached_property
     def worker_tls(self) -> TLS | None:
         """The TLS of connections to workers; None without."""
         return link_tls("worker", self.worker_tls_ca, self.worker_tls_cert, self.worker_tls_key)
@@ -223,9 +224,9 @@ class SchedulerSettings(TracedServiceSettings):
                 raise ValueError("the URL of Redis has a password, too; remove one of them")
         return value
 
-    @property
+    @cached_property
     def redis_password(self) -> str | None:
-        """Read the password; None without a file."""
+        """The password, as the file had it at the start; None without a file."""
         return None if self.redis_password_file is None else _password_of(self.redis_password_file)
 
     @property

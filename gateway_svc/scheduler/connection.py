@@ -17,7 +17,7 @@ from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.http2.call_status import CallEnded
 from quire.service.protocol_version import PROTOCOL_VERSION
-from quire.service.tls import TLS, open_aio_channel
+from quire.service.tls import TLS, TLSError, open_aio_channel
 
 log = structlog.get_logger()
 
@@ -97,7 +97,11 @@ class ShardConnection:
         request = operations_pb2.GetStatusRequest(with_block_maps=True, shard=self.shard)
         options = channel_options(INTERNAL_MESSAGE_BYTES)
         host = self._discovery.resolver.host_of(leader.address)
-        async with open_aio_channel(leader.address, options, self._tls, host) as channel:
+        try:
+            opened = open_aio_channel(leader.address, options, self._tls, host)
+        except TLSError:
+            raise scheduler_unavailable() from None
+        async with opened as channel:
             operations = operations_pb2_grpc.OperationsServiceStub(channel)
             try:
                 return await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)

@@ -90,7 +90,12 @@ class WorkerStream:
         """Connect to a worker; close the stream at the end. With TLS its certificate has the
         host. LaneLost if it cannot be reached."""
         options = channel_options(INTERNAL_MESSAGE_BYTES)
-        async with open_aio_channel(address, options, tls, host) as channel:
+        try:
+            opened = open_aio_channel(address, options, tls, host)
+        except TLSError as error:
+            # Files that are being replaced; the next attempt reads them again.
+            raise LaneLost(f"{address} cannot be reached: {error}") from error
+        async with opened as channel:
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
                     await channel.channel_ready()

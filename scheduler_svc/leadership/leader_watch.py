@@ -9,7 +9,7 @@ import structlog
 
 from quire.internal.v1 import leadership_pb2, leadership_pb2_grpc
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
-from quire.service.tls import TLS, open_aio_channel
+from quire.service.tls import TLS, TLSError, open_aio_channel
 from scheduler_svc.store.leadership import StoredLeader
 
 log = structlog.get_logger()
@@ -81,17 +81,14 @@ class LeaderWatch:
             log.warning("the leader is not reached", address=leader.address, epoch=leader.epoch)
 
     async def _watch_until_lost(self, leader: StoredLeader) -> None:
-        options = channel_options(INTERNAL_MESSAGE_BYTES)
-        async with open_aio_channel(leader.address, options, self._tls) as channel:
-            stub = leadership_pb2_grpc.LeadershipServiceStub(channel)
-            end = _End.UNREACHED
-            # Only a process that was seen to lead can be lost: another one may have the address.
-            while end is _End.UNREACHED and self._leader is leader:
-                end = await self._watch_once(stub, leader, None)
-                if end is _End.UNREACHED:
-                    await asyncio.sleep(RETRY_INTERVAL_S)
-            while end is _End.BROKEN and self._leader is leader:
-                end = await self._watch_once(stub, leader, RECONNECT_WITHIN_S)
+        end = _End.UNREACHED
+        # Only a process that was seen to lead can be lost: another one may have the address.
+        while end is _End.UNREACHED and self._leader is leader:
+            end = await self._connect_and_watch(leader, None)
+            if end is _End.UNREACHED:
+                await asyncio.sleep(RETRY_INTERVAL_S)
+        while end is _End.BROKEN and self._leader is leader:
+            end = await self._connect_and_watch(leader, RECONNECT_WITHIN_S)
         if self._leader is leader:
             self.is_watching = False
             what = (
@@ -102,6 +99,19 @@ class LeaderWatch:
             log.info(what, address=leader.address, epoch=leader.epoch)
             self._on_lost(leader, end in (_End.BROKEN, _End.UNREACHED))
 
+    async def _connect_and_watch(self, leader: StoredLeader, within_s: float | None) -> _End:
+        """As `_watch_once`, over a new channel, with the files of TLS as they are now."""
+        self.is_watching = False
+        options = channel_options(INTERNAL_MESSAGE_BYTES)
+        try:
+            opened = open_aio_channel(leader.address, options, self._tls)
+        except TLSError:
+            # Files that are being replaced.
+            return _End.UNREACHED
+        async with opened as channel:
+            stub = leadership_pb2_grpc.LeadershipServiceStub(channel)
+            return await self._watch_once(stub, leader, within_s)
+
     async def _watch_once(
         self,
         stub: "leadership_pb2_grpc.LeadershipServiceAsyncStub",
@@ -109,7 +119,6 @@ class LeaderWatch:
         within_s: float | None,
     ) -> _End:
         """Watch until the stream ends; `within_s` bounds its beginning."""
-        self.is_watching = False
         call = stub.Watch(leadership_pb2.WatchRequest(holder=leader.holder))
         try:
             async with asyncio.timeout(within_s):

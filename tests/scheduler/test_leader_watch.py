@@ -10,9 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 import structlog
+from certificates import make_certificates
 from waiting import until
 
 from quire.internal.v1 import leadership_pb2_grpc
+from quire.service.tls import TLS
 from scheduler_svc.leadership import leader_watch
 from scheduler_svc.leadership.leader_watch import LeaderWatch
 from scheduler_svc.leadership.servicer import LeadershipServicer
@@ -140,6 +142,35 @@ async def test_another_process_at_its_address_does_not_hide_the_loss(
         await until(lambda: lost, "the loss")
     # That one has not ended: it may be the leader by now, whose end this is not.
     assert lost == [(leader, False)]
+
+
+async def test_the_files_of_tls_are_read_at_each_attempt(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader_watch, "RETRY_INTERVAL_S", 0.01)
+    folder = make_certificates(tmp_path)
+    ca = folder / "ca.pem"
+    tls, trusted = TLS(ca), ca.read_bytes()
+    ca.unlink()
+    server = grpc.aio.server()
+    leadership_pb2_grpc.add_LeadershipServiceServicer_to_server(
+        LeadershipServicer(lambda: [watched.store.lease]), server
+    )
+    pair = [(folder / f"scheduler{end}.pem").read_bytes() for end in ("-key", "")]
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([tuple(pair)]))
+    await server.start()
+    lost: list[StoredLeader] = []
+    watch = LeaderWatch(tls, lambda leader, _: lost.append(leader))
+    watch.watch(replace(watched.leader, address=f"127.0.0.1:{port}"))
+    await asyncio.sleep(0)
+    # Another authority's, and the right one at last.
+    ca.write_bytes((make_certificates(tmp_path / "stranger") / "ca.pem").read_bytes())
+    await asyncio.sleep(0)
+    ca.write_bytes(trusted)
+    await until(lambda: watch.is_watching, "a watched leader")
+    await server.stop(None)
+    await until(lambda: lost, "the loss")
+    watch.stop()
 
 
 async def test_a_released_lease_is_reported_at_once(watched: Watched) -> None:

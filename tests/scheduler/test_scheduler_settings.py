@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 from pydantic import ValidationError
 
 from scheduler_svc.settings import SchedulerSettings
@@ -37,6 +38,16 @@ def test_workers_are_a_list_of_addresses() -> None:
     assert settings.worker_addresses == ("worker:50053", "[::1]:7", "unix:/w.sock")
 
 
+def test_files_of_tls_are_checked_at_the_start_alone(tmp_path: Path) -> None:
+    ca = make_certificates(tmp_path) / "ca.pem"
+    values = {"redis_url": "unix:///r.sock", "workers": "worker:50053"}
+    settings = SchedulerSettings.model_validate({**values, "worker_tls_ca": ca, "peer_tls_ca": ca})
+    # A renewal, in which a later term begins.
+    ca.unlink()
+    assert settings.worker_tls is not None
+    assert settings.peer_tls is not None
+
+
 def with_password(file: Path, url: str = "redis://redis:6379/0") -> SchedulerSettings:
     return SchedulerSettings.model_validate(
         {"redis_url": url, "workers": "worker:50053", "redis_password_file": file}
@@ -46,7 +57,11 @@ def with_password(file: Path, url: str = "redis://redis:6379/0") -> SchedulerSet
 def test_the_password_is_the_only_line_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("s3cret/with:@signs\n")
-    assert with_password(file).redis_password == "s3cret/with:@signs"
+    settings = with_password(file)
+    assert settings.redis_password == "s3cret/with:@signs"
+    # Also for a shard that is led later.
+    file.unlink()
+    assert settings.redis_password == "s3cret/with:@signs"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "one\ntwo\n", "\nsecond\n"])

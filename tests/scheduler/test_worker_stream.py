@@ -36,6 +36,11 @@ async def test_a_worker_that_cannot_be_reached_is_lost_with_the_reason(monkeypat
             await reach(address, TLS(folder / "ca.pem"), "elsewhere")
         with pytest.raises(LaneLost, match=r"cannot be reached: .*certificate verify failed"):
             await reach(address, TLS(), "worker")
+        # A file that is being replaced: the next attempt may find it.
+        tls = TLS(folder / "ca.pem")
+        (folder / "ca.pem").unlink()
+        with pytest.raises(LaneLost, match=r"cannot be reached: .*ca.pem cannot be read"):
+            await reach(address, tls, "worker")
 
 
 async def test_a_cancellation_at_the_moment_of_the_connection_opens_no_lane(monkeypatch):
