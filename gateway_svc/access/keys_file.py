@@ -1,7 +1,7 @@
 """The keys file: a YAML list of tenants with the hashes of their keys."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -24,6 +23,7 @@ from gateway_svc.access.tenant import (
     TenantLimits,
 )
 from quire.service.api_keys import TENANT_NAME
+from quire.service.file_version import check_regular
 
 # Each has its own series of every histogram by class.
 MAX_CLASSES = 8
@@ -39,6 +39,10 @@ _NotNegative = Annotated[int, Field(ge=0, le=_UINT32_MAX)]
 class KeysFileError(Exception):
     """The keys file cannot be used. The message has the reason, and no value of the file: a value
     may be a key that was written where its hash belongs."""
+
+
+class KeysFileUnreadableError(KeysFileError):
+    """The keys file cannot be read now."""
 
 
 class _Entry(BaseModel):
@@ -91,9 +95,6 @@ class _TenantEntry(_Entry):
         )
 
 
-_FILE = TypeAdapter(list[_TenantEntry])
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses a field that is given twice; YAML libraries use the last one silently."""
 
@@ -106,6 +107,10 @@ class _Loader(yaml.SafeLoader):
                     None, None, "a field is given twice", key.start_mark
                 )
         return super().construct_mapping(node, deep)
+
+    def skip_event(self) -> None:
+        """Go on to the next event; YAMLError if there is none."""
+        self.get_event()  # type: ignore[no-untyped-call]
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Convert a value. The library's own conversions of dates, numbers and the like fail with
@@ -121,10 +126,12 @@ class _Loader(yaml.SafeLoader):
 def read_keys_file(path: Path) -> Mapping[bytes, Tenant]:
     """The tenants of a file by the hashes of their keys. KeysFileError if it is not valid."""
     try:
+        check_regular(path)
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise KeysFileError(f"{path} cannot be read: {reason}") from None
+    except OSError as error:
+        raise KeysFileUnreadableError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise KeysFileError(f"{path} cannot be read: it is not UTF-8") from None
     try:
         return parse_keys(text)
     except KeysFileError as error:
@@ -134,7 +141,7 @@ def read_keys_file(path: Path) -> Mapping[bytes, Tenant]:
 def parse_keys(text: str) -> Mapping[bytes, Tenant]:
     """The tenants of a file's text by the hashes of their keys. KeysFileError if it is invalid."""
     try:
-        content = yaml.load(text, _Loader)
+        return _by_hash(_entries(text))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         # Its message would quote the file.
@@ -143,19 +150,50 @@ def parse_keys(text: str) -> Mapping[bytes, Tenant]:
         raise KeysFileError("it is not YAML") from None
     except RecursionError:
         raise KeysFileError("it is nested too deeply") from None
+
+
+def _entries(text: str) -> Iterator[_TenantEntry]:
+    """The tenants in the order of the file. KeysFileError, with all reasons, after the last one."""
+    errors: list[str] = []
+    for i, value in enumerate(_values(text)):
+        try:
+            yield _TenantEntry.model_validate(value)
+        except ValidationError as invalid:
+            errors += (
+                _describe({**error, "loc": (i, *error["loc"])}) for error in invalid.errors()
+            )
+    if errors:
+        raise KeysFileError("; ".join(errors))
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The values of the file's list, each when it is needed: while the tree of 10,000 tenants was
+    built as a whole, Python's garbage collection held the event loop up for hundreds of
+    milliseconds."""
+    loader = _Loader(text)
     try:
-        entries = _FILE.validate_python(content)
-    except ValidationError as invalid:
-        raise KeysFileError("; ".join(map(_describe, invalid.errors()))) from None
-    return _by_hash(entries)
+        loader.skip_event()
+        if loader.check_event(yaml.DocumentStartEvent):
+            loader.skip_event()
+        if not loader.check_event(yaml.SequenceStartEvent):
+            raise KeysFileError("file: must be a list of tenants")
+        loader.skip_event()
+        while not loader.check_event(yaml.SequenceEndEvent):
+            yield loader.construct_document(loader.compose_node(None, 0))
+        loader.skip_event()
+        loader.skip_event()
+        if not loader.check_event(yaml.StreamEndEvent):
+            raise KeysFileError("file: must be one list, without '---' after it")
+    finally:
+        loader.dispose()
 
 
-def _by_hash(entries: list[_TenantEntry]) -> dict[bytes, Tenant]:
-    if len({entry.tenant_class for entry in entries} | {DEFAULT_CLASS}) > MAX_CLASSES:
-        raise KeysFileError(f"there are more than {MAX_CLASSES} classes, {DEFAULT_CLASS} included")
+def _by_hash(entries: Iterable[_TenantEntry]) -> dict[bytes, Tenant]:
     names: set[str] = set()
+    classes = {DEFAULT_CLASS}
     tenants: dict[bytes, Tenant] = {}
     for entry in entries:
+        classes.add(entry.tenant_class)
         if entry.name in names:
             raise KeysFileError(f"tenant {entry.name!r} is given twice")
         names.add(entry.name)
@@ -164,18 +202,19 @@ def _by_hash(entries: list[_TenantEntry]) -> dict[bytes, Tenant]:
             if key_hash in tenants:
                 raise KeysFileError(f"a key of tenant {entry.name!r} is given twice")
             tenants[key_hash] = tenant
+    if len(classes) > MAX_CLASSES:
+        raise KeysFileError(f"there are more than {MAX_CLASSES} classes, {DEFAULT_CLASS} included")
     return tenants
 
 
 def _describe(error: Any) -> str:
     """The place and the reason of a validation error, without the value."""
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
-    place = place.removeprefix(".") or "file"
     match error["type"]:
         case "extra_forbidden":
             reason = "no such field"
-        case "list_type" if not error["loc"]:
-            reason = "must be a list of tenants"
+        case "model_type":
+            reason = "must have the fields of a tenant"
         case "string_pattern_mismatch" if "keys" in error["loc"]:
             reason = "must be a SHA-256 hash in 64 lower-case hexadecimal digits"
         case _:

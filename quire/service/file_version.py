@@ -1,12 +1,15 @@
 """Versions of files, by which a change is seen."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 from typing import TypeAlias
 
-# Inode, size and time of change: a file that is renamed into place has another inode. None for a
-# file that is missing.
-FileVersion: TypeAlias = tuple[int, int, int] | None
+# Inode, size, and the times at which the contents and the inode were changed: a file that is
+# renamed into place has another inode, and one that becomes readable, or is copied with its time,
+# has the last of these times alone. None for a file that is missing.
+FileVersion: TypeAlias = tuple[int, int, int, int] | None
 
 
 def file_version(path: Path) -> FileVersion:
@@ -14,4 +17,14 @@ def file_version(path: Path) -> FileVersion:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_regular(path: Path) -> None:
+    """OSError unless it is a file that can be read at any time: opening a pipe waits for a writer,
+    and what was read of one is gone."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))

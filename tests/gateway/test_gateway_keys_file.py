@@ -1,6 +1,9 @@
 """The keys file: what is accepted, what is refused with which reason, and when it is read again."""
 
 import asyncio
+import os
+import resource
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,11 @@ def test_a_tenant_without_fields_has_no_limits() -> None:
         ("- !!timestamp x", "line 1: not a valid value"),
         (f"- {{name: a, weight: {'9' * 5000}}}", "line 1: not a valid value"),
         ("[" * 2000, "it is nested too deeply"),
+        (
+            "- name: a\n- b\n- c: 1",
+            "[1]: must have the fields of a tenant; [2].name: Field required",
+        ),
+        ("- name: a\n---\n- name: b", "file: must be one list, without '---' after it"),
     ],
 )
 def test_an_invalid_file_is_refused_with_the_place_and_the_reason(text: str, reason: str) -> None:
@@ -99,6 +107,58 @@ def test_a_key_in_the_place_of_its_hash_is_not_in_the_message(text: str) -> None
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeysFileError, match=r"keys\.yaml cannot be read: No such file"):
         read_keys_file(tmp_path / "keys.yaml")
+
+
+def test_a_pipe_is_refused_instead_of_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys.yaml")
+    with pytest.raises(KeysFileError, match=r"cannot be read: it is a pipe or a device, not a reg"):
+        KeysWatch(tmp_path / "keys.yaml")
+
+
+def test_the_tree_of_a_whole_file_is_never_in_memory() -> None:
+    """Collecting the garbage of 10,000 tenants at once holds up the event loop."""
+    text = "".join(entry(f"t{n}", f"k{n}") for n in range(200))
+    parse_keys(text)
+    tracemalloc.start()
+    try:
+        parse_keys(text)
+        assert tracemalloc.get_traced_memory()[1] < 25 * len(text)
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_removed_key_is_refused_however_the_file_changed(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text(entry("a", FIRST))
+    watch = KeysWatch(path)
+    # In place, with the same size and the former time, as by `rsync --inplace --times`.
+    found = path.stat()
+    path.write_text(entry("a", SECOND))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with capture_logs() as logs:
+        watch.poll()
+        assert watch.authentication.authenticate(f"Bearer {SECOND}").name == "a"
+        with pytest.raises(RequestError, match="unknown or was removed"):
+            watch.authentication.authenticate(f"Bearer {FIRST}")
+        # While the process can open no file.
+        path.write_text("[]")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            watch.poll()
+            watch.poll()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        watch.poll()
+        watch.poll()
+    with pytest.raises(RequestError, match="unknown or was removed"):
+        watch.authentication.authenticate(f"Bearer {SECOND}")
+    assert [(one["event"], one["log_level"]) for one in logs] == [
+        ("keys file reloaded", "info"),
+        ("keys file not reloaded", "error"),
+        ("keys file reloaded", "info"),
+        ("the keys file has no keys", "warning"),
+    ]
 
 
 def test_a_range_without_0_has_a_default() -> None:
