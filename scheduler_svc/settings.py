@@ -1,13 +1,14 @@
 """The scheduler's settings."""
 
+import ipaddress
 import os
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
@@ -20,8 +21,18 @@ from scheduler_svc.core.view import Policy, PreemptionMode
 from scheduler_svc.kubernetes.names import PREFIX, ApiServer, ServiceName
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
-_ADDRESS = re.compile(rf"unix:.+|(?:\[[0-9a-fA-F:]+\]|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
+_IPV6 = r"\[[0-9a-fA-F:.]+(?:%[^\s\]]+)?\]"
+_ADDRESS = re.compile(rf"unix:.+|(?:{_IPV6}|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
 _REDIS_URL = re.compile(r"rediss?(\+sentinel|\+cluster)?://.+|unix://.+")
+
+
+def _without_brackets(value: str) -> str:
+    """The address without brackets around one of IPv4."""
+    name, _, port = value.rpartition(":")
+    try:
+        return f"{ipaddress.IPv4Address(name.removeprefix('[').removesuffix(']'))}:{port}"
+    except ValueError:
+        return value
 
 
 class SchedulerSettings(TracedServiceSettings):
@@ -164,10 +175,11 @@ class SchedulerSettings(TracedServiceSettings):
         "and after its last heartbeat at which a scheduler counts as ended. The same for all "
         "schedulers.",
     )
-    advertise: Address | None = Field(
+    advertise: Annotated[Address, BeforeValidator(_without_brackets)] | None = Field(
         None,
         description="Address at which gateways reach this scheduler, as standbys report it; if "
-        "absent, the one of --listen.",
+        "absent, the one of --listen. An IPv4 address may be in brackets, too, for manifests that "
+        "know only a variable.",
     )
     step_timeout_s: float = Field(
         60, gt=0, description="Seconds that a worker may take for a step before it counts as lost."
@@ -186,7 +198,9 @@ class SchedulerSettings(TracedServiceSettings):
                 continue
             match = _ADDRESS.fullmatch(part.strip())
             if match is None or not 0 < int(match[1] or 1) < 2**16:
-                raise ValueError(f"{part.strip()!r} is neither host:port nor unix:/path")
+                raise ValueError(
+                    f"{part.strip()!r} is neither host:port, [IPv6 address]:port nor unix:/path"
+                )
         return value
 
     @field_validator("redis_url")

@@ -20,6 +20,7 @@ from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
+from quire.service.http2.listening import bind
 from quire.service.lifecycle import write_address
 from quire.service.tls import ServerCertificates
 
@@ -127,21 +128,13 @@ class _Server(uvicorn.Server):
 
 
 def _bind(listen: str) -> list[socket.socket]:
-    """Sockets for the first address that the name resolves to. OSError with the address."""
-    host, _, port = listen.rpartition(":")
+    """Listening sockets for the addresses of the name, as of gRPC. OSError with the address."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
+        sockets = bind(listen)
+        for bound in sockets:
+            # At once: the address is published before uvicorn's first step.
+            bound.listen(_BACKLOG)
+        return sockets
     except OSError as error:
-        reason = error.strerror or error
+        reason = str(error).partition(f"{listen}: ")[2] or error
         raise OSError(f"cannot serve HTTP on {listen}: {reason}") from error
-    bound.setblocking(False)
-    return [bound]

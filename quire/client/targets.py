@@ -1,5 +1,6 @@
 """Addresses of servers, and the channel options of clients."""
 
+import ipaddress
 import re
 from typing import Any, TypeAlias
 
@@ -20,9 +21,10 @@ _KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 _EXPECTED = "host:port or unix:/path"
+_IPV6_HINT = "; an IPv6 address is in brackets, as in [::1]:50051"
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 _KEY = re.compile(r"[!-~]+")
-_TARGET = re.compile(r"unix:.+|(dns:///)?(\[[^\]]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+_TARGET = re.compile(r"unix:.+|(dns:///)?(\[(?P<ipv6>[^\]]+)\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 _MAX_PORT = 2**16 - 1
 
 
@@ -36,12 +38,21 @@ def check_target(target: object) -> str:
             "OpenAI's API use the URL of the HTTP API"
         )
     match = _TARGET.fullmatch(target)
-    if match is None:
-        raise ValueError(f"target: expected {_EXPECTED} (got {target!r})")
+    if match is None or (match["ipv6"] is not None and not _is_ipv6(match["ipv6"])):
+        hint = _IPV6_HINT if _is_ipv6(target) or _is_ipv6(target.rpartition(":")[0]) else ""
+        raise ValueError(f"target: expected {_EXPECTED} (got {target!r}){hint}")
     if match["port"] is not None and not 0 < int(match["port"]) <= _MAX_PORT:
         # gRPC would take it modulo 65536.
         raise ValueError(f"target: the port must be 1 to {_MAX_PORT} (got {target!r})")
     return target
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def key_metadata(api_key: object) -> Metadata:

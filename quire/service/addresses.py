@@ -157,8 +157,15 @@ async def _resolve(name: str) -> frozenset[str]:
     infos = await asyncio.get_running_loop().getaddrinfo(
         host(name), int(port), type=socket.SOCK_STREAM
     )
-    return frozenset(_target(family, str(address[0]), port) for family, *_, address in infos)
+    return frozenset(_target(address, port) for *_, address in infos)
 
 
-def _target(family: int, ip: str, port: str) -> str:
-    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+def _target(address: tuple[object, ...], port: str) -> str:
+    match address:
+        case ip, _, _, 0:
+            return f"[{ip}]:{port}"
+        case ip, _, _, int(interface):
+            # Of a link-local address, which is not reached without it.
+            return f"[{ip}%{interface}]:{port}"
+        case _:
+            return f"{address[0]}:{port}"

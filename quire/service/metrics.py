@@ -1,6 +1,8 @@
 """Serves metrics over HTTP in Prometheus' text format."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import AfterValidator
 
 from quire.service.addresses import check_address
+from quire.service.http2.listening import WILDCARDS
 
 log = structlog.get_logger()
 
@@ -51,14 +54,21 @@ async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServ
     host, _, port = listen.rpartition(":")
     try:
         # In a thread: binding resolves the host name.
-        server, thread = await asyncio.to_thread(
-            start_http_server, int(port), host.strip("[]"), registry
-        )
+        server, thread = await asyncio.to_thread(_start, host.strip("[]"), int(port), registry)
     except OSError as error:
         raise OSError(f"cannot serve metrics on {listen}: {error.strerror}") from error
     address = f"{host}:{server.server_port}"
     log.info("serving metrics", address=address)
     return MetricsServer(address, server, thread)
+
+
+def _start(host: str, port: int, registry: CollectorRegistry) -> tuple[WSGIServer, Thread]:
+    if host in WILDCARDS and socket.has_dualstack_ipv6():
+        # Otherwise there is no IPv6, or the port is in use, which the other attempt reports.
+        with contextlib.suppress(OSError):
+            return start_http_server(port, "::", registry)
+        host = "0.0.0.0"
+    return start_http_server(port, host, registry)
 
 
 @asynccontextmanager

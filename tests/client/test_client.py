@@ -213,7 +213,16 @@ def test_an_invalid_address_is_refused(kind, target):
         kind(target)
 
 
-@pytest.mark.parametrize("target", ["[::1]:50051", "dns:///quire:50051", "unix:/run/quire.sock"])
+def test_an_ipv6_address_without_brackets_is_refused_with_an_example():
+    for target in ("::1:50051", "fe80::1", "[::g]:1", "[10.0.0.1]:1"):
+        with pytest.raises(ValueError, match=r"target: .* host:port or unix:/path") as refused:
+            Client(target)
+        assert ("as in [::1]:50051" in str(refused.value)) == target.startswith((":", "f"))
+
+
+@pytest.mark.parametrize(
+    "target", ["[::1]:50051", "[fe80::1%lo]:50051", "dns:///quire:50051", "unix:/run/quire.sock"]
+)
 def test_addresses(target):
     Client(target).close()
 

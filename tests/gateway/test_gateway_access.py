@@ -1,6 +1,7 @@
 """API keys and tenants through the gateway's gRPC API."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -297,6 +298,11 @@ async def test_an_open_gateway_that_others_can_reach_logs_a_warning(
     gateway = Gateway(settings_for(**{setting: listen}, api_keys=keys.path if has_keys else None))
     with capture_logs() as logs:
         await gateway.start()
+    if gateway.http is not None and socket.has_dualstack_ipv6():
+        # As of gRPC, 0.0.0.0 stands for the addresses of both families.
+        for host in ("127.0.0.1", "::1"):
+            _, writer = await asyncio.open_connection(host, gateway.http.address.split(":")[1])
+            writer.close()
     await gateway.stop()
     assert any("no API key" in one["event"] for one in logs) is warns
 

@@ -19,6 +19,9 @@ from scheduler_svc.settings import SchedulerSettings
         ("workers", "a..b:50053"),
         ("workers", "x" * 64 + ":50053"),
         ("workers", "a:1,,b:1"),
+        ("workers", "::1:50053"),
+        ("advertise", "fd00::1:50052"),
+        ("advertise", "[10.0.0.256.1]:50052"),
         ("redis_url", "garbage"),
         ("redis_url", "http://redis:6379"),
         ("watermark", "1.0"),
@@ -33,9 +36,16 @@ def test_an_invalid_value_is_refused(field: str, value: str) -> None:
 
 def test_workers_are_a_list_of_addresses() -> None:
     settings = SchedulerSettings.model_validate(
-        {"redis_url": "unix:///r.sock", "workers": "worker:50053, [::1]:7,unix:/w.sock"}
+        {"redis_url": "unix:///r.sock", "workers": "worker:50053, [::1]:7,[fe80::1%eth0]:8,unix:/w"}
     )
-    assert settings.worker_addresses == ("worker:50053", "[::1]:7", "unix:/w.sock")
+    expected = ("worker:50053", "[::1]:7", "[fe80::1%eth0]:8", "unix:/w")
+    assert settings.worker_addresses == expected
+
+
+def test_a_manifest_may_put_any_address_in_brackets() -> None:
+    for given, expected in (("[10.0.0.1]:1", "10.0.0.1:1"), ("[fd00::1]:1", "[fd00::1]:1")):
+        values = {"redis_url": "unix:///r.sock", "workers": "worker:50053", "advertise": given}
+        assert SchedulerSettings.model_validate(values).advertise == expected
 
 
 def test_files_of_tls_are_checked_at_the_start_alone(tmp_path: Path) -> None:

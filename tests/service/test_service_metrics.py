@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import urllib.error
 import urllib.request
 
@@ -31,6 +32,18 @@ async def test_every_scrape_has_the_current_values(registry: CollectorRegistry) 
     await server.stop()
     with pytest.raises(urllib.error.URLError):
         await scraped(server.address)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_all_addresses_are_those_of_both_families(registry: CollectorRegistry) -> None:
+    for host in ("0.0.0.0", "[::]"):
+        server = await start_metrics(f"{host}:0", registry)
+        port = server.address.rpartition(":")[2]
+        for peer in ("127.0.0.1", "[::1]"):
+            await scraped(f"{peer}:{port}")
+        with pytest.raises(OSError, match=r"cannot serve metrics on .*in use"):
+            await start_metrics(server.address, registry)
+        await server.stop()
 
 
 async def test_a_port_is_free_after_the_stop(registry: CollectorRegistry) -> None:

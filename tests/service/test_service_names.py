@@ -1,6 +1,7 @@
 """Names resolved concurrently, and their changes reported."""
 
 import asyncio
+import socket
 
 from waiting import until
 
@@ -13,6 +14,16 @@ async def test_names_that_fail_to_resolve_do_not_delay_the_others():
     await until(lambda: len(resolver.addresses) >= 2, "the names that resolve")
     assert "unix:/run/worker.sock" in resolver.addresses
     assert all(address.endswith((":50053", ".sock")) for address in resolver.addresses)
+    resolving.cancel()
+    await asyncio.gather(resolving, return_exceptions=True)
+
+
+async def test_a_link_local_address_keeps_its_interface():
+    resolver = NameResolver(("[fe80::1%lo]:5", "[::1]:6", "127.0.0.1:7"))
+    resolving = asyncio.create_task(resolver.run())
+    await until(lambda: len(resolver.addresses) == 3, "all addresses")
+    index = socket.if_nametoindex("lo")
+    assert resolver.addresses == {f"[fe80::1%{index}]:5", "[::1]:6", "127.0.0.1:7"}
     resolving.cancel()
     await asyncio.gather(resolving, return_exceptions=True)
 

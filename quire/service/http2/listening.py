@@ -9,7 +9,7 @@ from quire.service.addresses import host
 
 _UNIX: Final = "unix:"
 # As gRPC does it, either of these stands for all addresses of both families.
-_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
+WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
 
 def bind(listen: str) -> list[socket.socket]:
@@ -19,7 +19,7 @@ def bind(listen: str) -> list[socket.socket]:
         if listen.startswith(_UNIX):
             return [_bind_unix(listen.removeprefix(_UNIX))]
         port = int(listen.rpartition(":")[2])
-        if host(listen) in _WILDCARDS and socket.has_dualstack_ipv6():
+        if host(listen) in WILDCARDS and socket.has_dualstack_ipv6():
             return [_bind_wildcard(port)]
         return _bind_all(host(listen), port)
     except OSError as error:
