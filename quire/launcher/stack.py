@@ -1,7 +1,8 @@
 """A local stack: Redis, schedulers, workers and gateways as child processes."""
 
+import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.services import ServiceSpecs, check_installed, consecutive_addresses
 from quire.launcher.spawner import Spawner
 from quire.launcher.supervisor import Supervisor
-from quire.service.addresses import check_free
+from quire.service.addresses import reserve
 
 Role = Literal["gateway", "scheduler", "worker"]
 
@@ -175,15 +176,35 @@ class LocalStack:
             self._cleanup.callback(self._supervise().close)
 
     def _check_addresses(self) -> None:
-        """LaunchError if a gateway cannot listen on its addresses."""
-        for listen in (self.gateway_listen, self.http_listen):
-            for address in consecutive_addresses(listen, self.num_gateways) if listen else ():
+        """LaunchError if a service cannot listen on its addresses, or two of them are the same. The
+        services would report it after the model is loaded."""
+        # What each port is for.
+        uses: dict[str, str] = {}
+        with ExitStack() as reserved:
+            for use, service, address in self._listening():
+                port = address.rpartition(":")[2]
                 try:
-                    check_free(address)
+                    if (held := reserve(address)) is not None:
+                        reserved.enter_context(held)
                 except OSError as error:
-                    raise LaunchError(f"the gateway {error}") from error
+                    if error.errno == errno.EADDRINUSE and port in uses:
+                        both = f"{uses[port]} and {use} need different ports"
+                        raise LaunchError(f"cannot listen on {address} twice: {both}") from error
+                    raise LaunchError(f"the {service} {error.strerror}") from error
                 except ValueError:
-                    """The gateway itself reports an invalid address, with its setting."""
+                    """The service itself reports an invalid address, with its setting."""
+                uses[port] = use
+
+    def _listening(self) -> Iterator[tuple[str, Role, str]]:
+        """What each address is for, of which service."""
+        for use, listen in (("gRPC", self.gateway_listen), ("HTTP", self.http_listen)):
+            for address in consecutive_addresses(listen, self.num_gateways) if listen else ():
+                yield use, "gateway", address
+        services: tuple[Role, ...] = ("gateway", "scheduler")
+        for service in services:
+            name = f"QUIRE_{service.upper()}_METRICS_LISTEN"
+            if metrics_listen := {**os.environ, **self.settings}.get(name):
+                yield f"the {service}'s metrics", service, metrics_listen
 
     def _start_redis(self, directory: Path, spawner: Spawner) -> str:
         redis = EmbeddedRedis(directory, appendonly=self.redis_appendonly, spawn=spawner.call)

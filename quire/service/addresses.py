@@ -1,10 +1,13 @@
 """Addresses of services, `host:port` or `unix:/path`: checks them and resolves their names."""
 
 import asyncio
+import errno
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -61,29 +64,50 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def check_free(address: str) -> None:
-    """OSError, with the reason, if no server can listen on the address now. Unix sockets are not
-    checked."""
+def reserve(address: str) -> socket.socket | None:
+    """Keep an address from other servers until the socket is closed. OSError, with the reason, if
+    no server can listen on it now. None for port 0, and for a unix socket, of which the folder
+    alone is checked."""
     host, _, port = address.rpartition(":")
-    if address.startswith("unix:") or port == "0":
-        return
+    if address.startswith("unix:"):
+        _check_folder(Path(address.removeprefix("unix:")).parent, address)
+        return None
+    if port == "0":
+        return None
     failure: OSError | None = None
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         for family, kind, protocol, _, place in found:
             try:
-                with socket.socket(family, kind, protocol) as probe:
-                    # As servers do, so that connections of an earlier server do not matter.
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(place)
-                return
+                return _listen(socket.socket(family, kind, protocol), place)
             except OSError as error:
                 failure = error
     except OSError as error:
         failure = error
-    if failure is not None:
-        reason = failure.strerror or failure
-        raise OSError(f"cannot listen on {address}: {reason}") from failure
+    assert failure is not None, "getaddrinfo returns an address or fails"
+    reason = failure.strerror or failure
+    raise OSError(failure.errno, f"cannot listen on {address}: {reason}") from failure
+
+
+def _check_folder(folder: Path, address: str) -> None:
+    reason = 0 if os.access(folder, os.W_OK | os.X_OK) else errno.EACCES
+    if not folder.is_dir():
+        reason = errno.ENOTDIR if folder.exists() else errno.ENOENT
+    if reason:
+        raise OSError(reason, f"cannot listen on {address}: {folder}: {os.strerror(reason)}")
+
+
+def _listen(probe: socket.socket, place: tuple[object, ...]) -> socket.socket:
+    try:
+        # As servers do, so that connections of an earlier server do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(place)
+        # With that option the kernel refuses an address that another socket listens on, alone.
+        probe.listen(1)
+    except OSError:
+        probe.close()
+        raise
+    return probe
 
 
 async def can_connect(address: str) -> bool:

@@ -71,6 +71,20 @@ def test_a_port_in_use_is_one_line_and_nothing_is_started(tmp_path, monkeypatch)
             assert starting.startswith("Starting ")
             message = f"the gateway cannot listen on 127.0.0.1:{port}: Address already in use"
             assert error == f"quire: {message}"
+    taken = f"127.0.0.1:{port}"
+    for flags, uses in (
+        (("--port", port, "--http-port", port), "gRPC and HTTP"),
+        (("--port", port, "--gateway.metrics-listen", taken), "gRPC and the gateway's metrics"),
+        (("--http-port", port, "--scheduler.metrics-listen", taken), "HTTP and the scheduler's m"),
+    ):
+        result = quire("serve", str(tmp_path), "--port", "0", "--http-port", "0", *flags)
+        assert result.exit_code == 1
+        message = f"cannot listen on {taken} twice: {uses}"
+        assert result.stderr.splitlines()[-1].startswith(f"quire: {message}")
+    for listen in ("::1:50051", "127.0.0.1:99999", "[::1:50051"):
+        result = quire("serve", str(tmp_path), "--listen", listen)
+        assert result.stderr.startswith("quire: --listen: must ")
+        assert result.stderr.endswith(f"(got {listen!r})\n")
 
 
 def test_status_finds_the_one_stack_that_runs(tmp_path_factory, monkeypatch):

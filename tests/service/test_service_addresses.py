@@ -1,9 +1,10 @@
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
-from quire.service.addresses import can_connect, check_address, check_free, is_http_url
+from quire.service.addresses import can_connect, check_address, is_http_url, reserve
 
 
 @pytest.mark.parametrize(
@@ -39,17 +40,23 @@ def test_an_address_in_use_is_not_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use"):
-            check_free(address)
-    check_free(address)
+            reserve(address)
+    with reserve(address), pytest.raises(OSError, match="Address already in use"):
+        reserve(f"localhost:{address.rpartition(':')[2]}")
+    reserve(address).close()
 
 
-def test_addresses_that_no_server_can_have() -> None:
+def test_addresses_that_no_server_can_have(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:80: Cannot assign requested"):
-        check_free("192.0.2.1:80")
+        reserve("192.0.2.1:80")
     with pytest.raises(OSError, match=r"cannot listen on no\.invalid:80: "):
-        check_free("no.invalid:80")
-    check_free("unix:/nowhere")
-    check_free("127.0.0.1:0")
+        reserve("no.invalid:80")
+    (tmp_path / "file").touch()
+    for folder, reason in (("absent", "No such file or directory"), ("file", "Not a directory")):
+        with pytest.raises(OSError, match=rf"cannot listen on unix:.*{folder}: {reason}"):
+            reserve(f"unix:{tmp_path}/{folder}/socket")
+    assert reserve(f"unix:{tmp_path}/socket") is None
+    assert reserve("127.0.0.1:0") is None
 
 
 async def test_a_server_is_reached_where_it_listens(tmp_path) -> None:

@@ -18,6 +18,7 @@ from quire.launcher.service_settings import service_settings
 from quire.launcher.services import check_installed
 from quire.launcher.stack import LocalStack
 from quire.launcher.start_display import StartDisplay
+from quire.service.addresses import check_address
 
 DEFAULT_HTTP_LISTEN = "127.0.0.1:8000"
 
@@ -132,15 +133,18 @@ def listen_address(
     flag: str, address: str | None, host: str | None, port: int | None, default: str
 ) -> str:
     """An address from its flag, or from host and port, whose defaults are those of `default`.
-    ValueError for both."""
+    ValueError for both, and for what is no address."""
     if address and (host is not None or port is not None):
         raise ValueError(f"{flag} is an address, so --host and a port cannot be set as well")
-    if address is not None:
-        return address
-    default_host, _, default_port = default.rpartition(":")
-    host = default_host if host is None else host
-    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"{bracketed}:{default_port if port is None else port}"
+    if address is None:
+        default_host, _, default_port = default.rpartition(":")
+        host = default_host if host is None else host
+        bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        address = f"{bracketed}:{default_port if port is None else port}"
+    try:
+        return check_address(address) if address else address
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error} (got {address!r})") from error
 
 
 def _wait_for_interrupt(stack: LocalStack) -> None:
