@@ -1,21 +1,34 @@
 """TLS of servers and channels. A server reads its certificates again when their files change."""
 
 import os
+import re
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 import structlog
 
-from quire.service.file_version import FileVersion, file_version
+from quire.service.file_version import FileVersion, check_regular, file_version
 
 log = structlog.get_logger()
 
 _Options: TypeAlias = Sequence[tuple[str, Any]]
+# A certificate is reported from two weeks before its end on, or in the last fifth of its life, as
+# one that is renewed every day, and at most once an hour.
+_EXPIRES_SOON_S: Final = 14 * 86400.0
+_EXPIRES_SOON_SHARE: Final = 0.2
+_WARN_EVERY_S: Final = 3600.0
+_PEM: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+# Tags of DER.
+_VERSION: Final = 0xA0
+_TIME_FORMATS: Final = {0x17: "%y%m%d%H%M%SZ", 0x18: "%Y%m%d%H%M%SZ"}
 
 
 class TLSError(ValueError):
@@ -82,6 +95,9 @@ class ServerCertificates:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._version = self._current_version()
+        # When the certificate is valid, in seconds since the epoch; None if that cannot be read.
+        self._validity: tuple[float, float] | None = None
+        self._warned_at = -_WARN_EVERY_S
         self._context = self._read()
 
     def ssl_context(self) -> ssl.SSLContext:
@@ -106,9 +122,27 @@ class ServerCertificates:
                 try:
                     self._context = self._read()
                     log.info("certificate reloaded", file=str(self._tls.cert))
+                    self._warned_at = -_WARN_EVERY_S
                 except TLSError as error:
                     log.error("certificate not reloaded", reason=str(error))
+            self._warn_of_validity()
             return self._context
+
+    def _warn_of_validity(self) -> None:
+        """Log a certificate that clients refuse, or will refuse soon."""
+        if self._validity is None or time.monotonic() - self._warned_at < _WARN_EVERY_S:
+            return
+        begin, end = self._validity
+        now, soon_s = time.time(), min(_EXPIRES_SOON_S, _EXPIRES_SOON_SHARE * (end - begin))
+        if begin <= now < end - soon_s:
+            return
+        self._warned_at = time.monotonic()
+        if now < begin:
+            log.error("certificate not valid yet", file=str(self._tls.cert), begin=_date(begin))
+        elif now >= end:
+            log.error("certificate has expired", file=str(self._tls.cert), end=_date(end))
+        else:
+            log.warning("certificate expires soon", file=str(self._tls.cert), end=_date(end))
 
     def _read(self) -> ssl.SSLContext:
         tls = self._tls
@@ -116,6 +150,7 @@ class ServerCertificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([self._protocol])
         _load_identity(context, tls.cert, tls.key)
+        self._validity = _validity(tls.cert)
         if tls.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             # A session that is resumed is not verified again, also if its authority was removed.
@@ -163,8 +198,10 @@ def _with_name(options: _Options, tls: TLS, name: str | None) -> _Options:
 
 
 def _load_identity(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    for file in (cert, key):
+        _check_file(file)
     try:
-        context.load_cert_chain(cert, key, password=_refuse_password)
+        context.load_cert_chain(cert, key, password=partial(_refuse_password, key))
     except ssl.SSLError as error:
         raise TLSError(f"{cert} and {key} are no certificate and its key: {_why(error)}") from error
     except OSError as error:
@@ -173,6 +210,7 @@ def _load_identity(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 
 
 def _load_ca(context: ssl.SSLContext, ca: Path) -> None:
+    _check_file(ca)
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
@@ -181,8 +219,61 @@ def _load_ca(context: ssl.SSLContext, ca: Path) -> None:
         raise TLSError(f"{ca} cannot be read: {error.strerror}") from error
 
 
-def _refuse_password() -> str:
-    raise TLSError("a key with a password cannot be used: the service could not restart alone")
+def _check_file(file: Path) -> None:
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise TLSError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _refuse_password(key: Path) -> str:
+    raise TLSError(
+        f"{key} has a password, with which a service could not restart alone; "
+        "'openssl pkey' writes the key without one"
+    )
+
+
+def _validity(cert: Path) -> tuple[float, float] | None:
+    """From when and until when the first certificate of a file is valid (RFC 5280, 4.1), in seconds
+    since the epoch. The standard library reads them of a peer's certificate alone."""
+    try:
+        pem = _PEM.search(cert.read_text(encoding="utf-8", errors="replace"))
+        if pem is None:
+            return None
+        der = ssl.PEM_cert_to_DER_cert(pem[0])
+        _, at, _ = _element(der, 0)
+        _, at, _ = _element(der, at)
+        tag, _, end = _element(der, at)
+        if tag == _VERSION:
+            at = end
+        # The serial number, the algorithm, and the issuer.
+        for _ in range(3):
+            _, _, at = _element(der, at)
+        _, at, _ = _element(der, at)
+        first_tag, first_at, first_end = _element(der, at)
+        last_tag, last_at, last_end = _element(der, first_end)
+        begin = _seconds(first_tag, der[first_at:first_end])
+        return begin, _seconds(last_tag, der[last_at:last_end])
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """The tag of an element of DER, and where its contents begin and end."""
+    tag, size, at = der[at], der[at + 1], at + 2
+    if size & 0x80:
+        num_bytes = size & 0x7F
+        size, at = int.from_bytes(der[at : at + num_bytes], "big"), at + num_bytes
+    return tag, at, at + size
+
+
+def _seconds(tag: int, text: bytes) -> float:
+    parsed = datetime.strptime(text.decode("ascii"), _TIME_FORMATS[tag])
+    return parsed.replace(tzinfo=UTC).timestamp()
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _why(error: ssl.SSLError) -> str:

@@ -1,19 +1,24 @@
 """TLS of servers and channels, with certificates of the product's own script."""
 
 import asyncio
+import os
 import socket
 import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 from certificates import make_certificates
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
+from quire.service import tls
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
 from quire.service.http2 import frames
@@ -210,6 +215,10 @@ async def test_health_is_served_without_tls_at_its_own_address(
 def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing.pem"
     cert, key = certificates / "gateway.pem", certificates / "gateway-key.pem"
+    secret, pipe = tmp_path / "secret.pem", tmp_path / "pipe.pem"
+    encrypt = ["openssl", "pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", secret]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    os.mkfifo(pipe)
     for wrong, message in (
         (ServerTLS(missing, key), f"{missing} cannot be read: No such file or directory"),
         (ServerTLS(cert, missing), f"{missing} cannot be read: No such file or directory"),
@@ -219,6 +228,9 @@ def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path)
             "key values mismatch",
         ),
         (ServerTLS(cert, key, key), f"{key} has no certificates of authorities"),
+        (ServerTLS(cert, secret), f"{secret} has a password, with which a service could not"),
+        (ServerTLS(pipe, key), f"{pipe} cannot be read: it is a pipe or a device"),
+        (ServerTLS(cert, key, pipe), f"{pipe} cannot be read: it is a pipe or a device"),
     ):
         with pytest.raises(TLSError) as refused:
             ServerCertificates(wrong)
@@ -227,6 +239,49 @@ def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path)
         TLS(certificates / "ca.pem", cert)
     with pytest.raises(TLSError, match=f"{missing} cannot be read"):
         TLS(missing)
+
+
+def test_a_certificate_that_clients_refuse_is_logged(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cert, key = certificates / "gateway.pem", certificates / "gateway-key.pem"
+    command = ["openssl", "x509", "-noout", "-startdate", "-enddate", "-in", str(cert)]
+    dates = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    begin, end = (ssl.cert_time_to_seconds(line.split("=")[1]) for line in dates.splitlines())
+    clock = SimpleNamespace(now=0.0)
+    clock.time = clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(tls, "time", clock)
+    day, logged = 86400, []
+    for clock.now, event in (
+        (begin - day, ("error", "certificate not valid yet")),
+        (begin + day, None),
+        (end - 15 * day, None),
+        (end - 13 * day, ("warning", "certificate expires soon")),
+        (end + 1, ("error", "certificate has expired")),
+    ):
+        with capture_logs() as logs:
+            files = ServerCertificates(ServerTLS(cert, key))
+            for _ in range(3):
+                files.ssl_context()
+        assert [(one["log_level"], one["event"]) for one in logs] == [event] * (event is not None)
+        logged += logs
+    at = [datetime.fromisoformat(one.get("begin") or one["end"]).timestamp() for one in logged]
+    assert at == [begin, end, end]
+    # Again after an hour, and not after a renewal.
+    with capture_logs() as logs:
+        clock.now += 3601
+        files.ssl_context()
+        clock.now = begin + day
+        files.ssl_context()
+    assert [one["event"] for one in logs] == ["certificate has expired"]
+    # A date after 2049 has another form. The certificate of an authority is signed by itself.
+    far = certificates / "far.pem"
+    make = ["openssl", "req", "-x509", "-new", "-key", key, "-days", "20000", "-subj", "/CN=far"]
+    subprocess.run([*make, "-out", far], check=True, capture_output=True)
+    clock.now = begin + 19_999 * day
+    with capture_logs() as logs:
+        ServerCertificates(ServerTLS(far, key)).ssl_context()
+    assert [one["event"] for one in logs] == ["certificate expires soon"]
 
 
 _FAILED_HANDSHAKE = """
