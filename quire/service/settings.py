@@ -16,6 +16,11 @@ from quire.service.tls import TLS, ServerCertificates, ServerTLS
 # Variables that Kubernetes adds to containers for a service that is called quire-<name>.
 SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
 
+# In the name of a variable whose value is not for logs.
+_SECRET = re.compile(r"PASSWORD|SECRET|TOKEN|KEY", re.IGNORECASE)
+# What precedes a password in a URL, and what follows it.
+_PASSWORD = re.compile(r"(//[^/@:]*:).*(@)")
+
 
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
@@ -101,7 +106,8 @@ class ServiceSettings(BaseSettings):
         known = {(prefix + name).upper() for name in cls.model_fields}
         for name in os.environ:
             if name.startswith(prefix) and name not in known and not SERVICE_LINK.search(name):
-                raise SettingsError(f"{name}: no such setting (got {os.environ[name]!r})")
+                got = "" if _SECRET.search(name) else f" (got {os.environ[name]!r})"
+                raise SettingsError(f"{name}: no such setting{got}")
 
     @classmethod
     def _line(cls, error: ErrorDetails) -> str:
@@ -112,7 +118,8 @@ class ServiceSettings(BaseSettings):
             return message
         name = str(error["loc"][0])
         # The input of a missing setting is the dictionary of all the others.
-        got = "" if error["type"] == "missing" else f" (got {error['input']!r})"
+        value = _PASSWORD.sub(r"\1***\2", repr(error["input"]))
+        got = "" if error["type"] == "missing" else f" (got {value})"
         flag = name.replace("_", "-")
         return f"--{flag} / {cls.model_config['env_prefix']}{name.upper()}: {message}{got}"
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -28,6 +28,10 @@ from redis.exceptions import RedisClusterException, RedisError
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _DEFAULT_SERVICE = "mymaster"
 _SENTINEL_PREFIX = "sentinel_"
+_NO_ADDRESS = (
+    "the URL of Redis has no valid host and port; an IPv6 address is in brackets, as in "
+    "redis://[::1]:6379/0, and a character such as / in a password is written as %2F"
+)
 # Of the time to connect, for each node of a cluster that is asked where the keys are.
 _SHARE_OF_NODE = 1 / 4
 # For other Sentinels to respond, once one has named a primary.
@@ -234,10 +238,22 @@ def _link_to(url: str, timeout_s: float, password: str | None, key: str) -> Link
     return GroupLink(servers, find_primary if kind == "sentinel" else find_node)
 
 
+def _split(url: str) -> SplitResult:
+    """The parts of a URL. ValueError for a host or port that is none: Python's own message may
+    quote a part of the password."""
+    try:
+        parts = urlsplit(url)
+        # Those of Sentinels and clusters have several hosts.
+        _ = "+" in parts.scheme or parts.port
+    except ValueError:
+        raise ValueError(_NO_ADDRESS) from None
+    return parts
+
+
 def _check_database(url: str) -> None:
     """ValueError for a database that redis-py would replace by the first one, which may be another
     installation's."""
-    parts = urlsplit(url)
+    parts = _split(url)
     scheme, _, kind = parts.scheme.partition("+")
     named = [value for name, value in parse_qsl(parts.query) if name == "db"]
     if kind != "sentinel" and scheme != "unix":
@@ -289,7 +305,11 @@ def _parse(
 
 def _address(host: str, default_port: int) -> tuple[str, int]:
     """ValueError unless it is host or host:port."""
-    one = urlsplit(f"//{host}")
+    try:
+        one = urlsplit(f"//{host}")
+        port = one.port or default_port
+    except ValueError:
+        raise ValueError(_NO_ADDRESS) from None
     if not one.hostname:
         raise ValueError(f"the URL of Redis has no host in {host!r}")
-    return one.hostname, one.port or default_port
+    return one.hostname, port

@@ -120,7 +120,17 @@ def test_the_standard_variables_name_the_receiver(
     assert endpoint_variable(variables) == expected
 
 
-@pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://a:1", "http://", "http://a:1/path"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "collector:4317",
+        "grpc://a:1",
+        "http://",
+        "http://a:1/path",
+        "http://a:99999",
+        "http://[::1:1",
+    ],
+)
 def test_an_endpoint_that_is_no_url_stops_the_process(
     endpoint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

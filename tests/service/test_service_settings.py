@@ -31,6 +31,15 @@ def test_a_wrong_address_stops_the_process(
     assert f"(got '{address}')" in message
 
 
+def test_a_password_is_in_no_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "(got 'redsi://u:***@h:1')" in refusal(["--listen=redsi://u:s3c/r@et@h:1"], capsys)
+    monkeypatch.setenv("QUIRE_EXAMPLE_REDIS_PASSWORD", "s3cret")
+    message = refusal(["--listen=a:1"], capsys)
+    assert message == "quire-example: QUIRE_EXAMPLE_REDIS_PASSWORD: no such setting\n"
+
+
 def test_a_missing_setting_is_named_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal([], capsys)
     assert message == "quire-example: --listen / QUIRE_EXAMPLE_LISTEN: Field required\n"

@@ -82,6 +82,11 @@ def test_an_invalid_url_of_several_servers_is_refused(url: str) -> None:
         ("redis+cluster://h?db=3", "no database 3"),
         ("redis://:secret@h:99999/0", "(?i)port"),
         ("redis://:secret@h:x/0", "(?i)port"),
+        ("redis://::1:6379/0", r"no valid host and port; an IPv6 address is in brackets"),
+        ("redis+sentinel://fd00::7:26379/m", r"no valid host and port|no host in"),
+        ("redis+cluster://[::1:7", "no valid host and port"),
+        # Of a password with a slash Python's own message has the beginning.
+        ("redis://:secret/other@h:6379", "in a password is written as %2F"),
         ("redis://:secret@h?bogus=1", "bogus"),
         ("redis+cluster://:secret@h?bogus=1", "bogus"),
         ("redis+sentinel://h/m?bogus=1", "bogus"),

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from quire.service.addresses import is_http_url
 from quire.service.settings import ServiceSettings
 from quire.service.tracing.spans import SpanExporter
 
@@ -80,8 +81,7 @@ def endpoint_variable(environment: Mapping[str, str]) -> str | None:
 
 def check_endpoint(value: str) -> None:
     """ValueError unless it is the URL of a gRPC server."""
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+    if not is_http_url(value) or urlsplit(value).path.strip("/"):
         raise ValueError("must be http://host:port or https://host:port")
 
 
