@@ -28,12 +28,14 @@ _SCRIPT_ERRORS: dict[str, type[StoreError]] = {
     "RECORD_MISMATCH": RecordMismatch,
 }
 
-# Errors of a Redis that responds but cannot serve: out of memory, unable to save, no permission.
-# Inside a script they are part of the script's error.
+# Errors of a Redis that responds but cannot serve: out of memory, unable to save, no permission, a
+# slot that is being moved. Inside a script they are part of the script's error.
 _REFUSED = re.compile(
     r"\b(OOM|NOAUTH|WRONGPASS|NOPERM|MISCONF|BUSY|MASTERDOWN|LOADING|TRYAGAIN)\b"
     # NOPERM within a script, in Redis 6.
     r"|The user executing the script can't "
+    # Of a script on a node that gives its slot away, see slot.lua.
+    r"|access a non local key"
 )
 # Errors of a server that does not take writes: a replica, a node without the keys' slot, or a
 # primary whose replicas follow another one already (Sentinels demote it about ten seconds later).
@@ -49,6 +51,8 @@ class Connection:
 
     def __init__(self, link: Link, timeout_s: float) -> None:
         self.num_calls = 0
+        # Connections so far: each one may be to another server.
+        self.num_opened = 0
         self._link = link
         self._timeout_s = timeout_s
         self._resp: RespConnection | None = None
@@ -145,6 +149,7 @@ class Connection:
         async with self._connecting:
             if self._resp is None or self._resp.is_lost:
                 self._resp = RespConnection(await self._connect(), self._timeout_s)
+                self.num_opened += 1
             return self._resp
 
     async def _connect(self) -> asyncio.WriteTransport:

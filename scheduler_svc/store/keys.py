@@ -31,6 +31,9 @@ class ShardKeys:
         self.tenants = f"{self._prefix}:tenants"
         self.pools = f"{self._prefix}:pools"
         self.inbox = f"{self._prefix}:inbox"
+        # Never written. A node that gives the slot away redirects calls with it, as with every key
+        # that it has given away.
+        self.absent = f"{self._prefix}:absent"
         # The SCAN pattern of all request records.
         self.request_pattern = f"{self._prefix}:request:*:record"
 

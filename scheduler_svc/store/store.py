@@ -300,13 +300,21 @@ class Store:
     async def _record_names(self) -> list[str]:
         """Read the keys of all records, live or ended."""
         names: set[bytes] = set()
-        cursor = None
-        while cursor != b"0":
-            cursor, found = await self._connection.execute(
-                "SCAN", cursor or 0, "MATCH", self._keys.request_pattern, "COUNT", _SCANNED_PER_CALL
+        cursor, opened = b"0", 0
+        while True:
+            # Any node responds to SCAN alone, also one without the slot, or with a part of it.
+            _, (cursor, found) = await self._connection.snapshot(
+                ("EXISTS", self._keys.absent),
+                ("SCAN", cursor, "MATCH", self._keys.request_pattern, "COUNT", _SCANNED_PER_CALL),
             )
+            if opened and opened != self._connection.num_opened:
+                # The cursor was another server's.
+                names, cursor, opened = set(), b"0", 0
+                continue
+            opened = self._connection.num_opened
             names.update(found)
-        return [name.decode() for name in names]
+            if cursor == b"0":
+                return [name.decode() for name in names]
 
     async def _run(self, script: Script, requests: Sequence[RequestKey], *args: Argument) -> Any:
         """Run a script over the records of requests; do nothing without any."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ import pytest
 import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_groups import Cluster, Sentinels, Server, running
+from waiting import until
 
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import ShardKeys
@@ -22,7 +24,7 @@ from scheduler_svc.store.requests import (
     RequestState,
 )
 from scheduler_svc.store.store import Store
-from scheduler_svc.store.types import Admission, Commit, PrefixMatch
+from scheduler_svc.store.types import Admission, Commit, PrefixMatch, TokenRanges
 
 KEYS = ShardKeys(0)
 # A shard with keys in the last third of the slots.
@@ -183,6 +185,57 @@ async def test_a_cluster_serves_while_slots_move_and_a_primary_dies(cluster: Clu
     after = await retried(store.lease.renew)
     assert after != before, "by which the leader knows that writes may be lost"
     await use(store, 3)
+    await store.close()
+
+
+@pytest.mark.slow
+async def test_what_fails_while_a_slot_moves_has_changed_nothing(cluster: Cluster) -> None:
+    """A script on the node that gives the slot away fails at each key that is absent, also at one
+    that has expired, or that it has just deleted."""
+    store = Store.at(cluster.url)
+    await take_lead(store)
+    requests = [RequestRecord(RequestKey("", str(n)), b"", (1,), b"", n) for n in range(4)]
+    expired, cancelled, running, moved = requests
+    await store.record(requests, [False] * 4)
+    await store.finish([Ending(expired.key, RequestState.FINISHED)], ttl_s=1)
+    await store.finish([Ending(cancelled.key, RequestState.CANCELLED)])
+    pool = store.pool(1, 11)
+    step = await pool.open(0) + 1
+    admissions = (Admission(1, 0, (), 1, (b"x" * 32,)), Admission(2, 0, (), 1))
+    await pool.commit(Commit(step, admissions=admissions))
+    ranges = TokenRanges([1], [0], [1], [3])
+    await pool.commit(Commit(step + 1, token_ranges=ranges, removed=(2,), returned_blocks=(2,)))
+    # Between the removal of the only hash and the next one, the pool has none.
+    admission = Admission(3, 0, (), 1, (b"y" * 32,))
+    following = Commit(step + 2, withdrawals=(1,), admissions=(admission,))
+    await store.append_output([OutputRange(one.key, 0, 0, (3,)) for one in (running, moved)])
+    [record, _] = KEYS.request("", expired.key.request_id)
+    await until(lambda: not cluster.owner.do("EXISTS", record), "an expired record")
+    target = next(one for one in cluster.servers[:3] if one is not cluster.owner)
+    cluster.begin_move(target)
+    run_id = await store.lease.renew()
+    again = replace(cancelled, sequence_id=9)
+    calls: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.finish([Ending(running.key, RequestState.FINISHED)]),
+        lambda: store.record([again], [False]),
+        lambda: pool.commit(following),
+        store.load_live,
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match=r"non local key|ASK"):
+            await call()
+    for key in KEYS.request("", moved.key.request_id):
+        cluster.move_key(key, target)
+    with pytest.raises(StoreUnavailable, match="ASK"):
+        await store.load_live()
+    cluster.end_move(target)
+    assert await retried(store.lease.renew) != run_id
+    assert [one.record for one in await store.load_live()] == [running, moved]
+    assert await store.record([again], [False]) == [RecordOutcome.NEW]
+    assert (await pool.commit(following)).num_free_blocks == 8
+    await pool.audit()
+    await store.finish([Ending(running.key, RequestState.FINISHED)])
+    assert [one.record for one in await store.load_live()] == [moved, again]
     await store.close()
 
 

@@ -14,7 +14,7 @@ from scheduler_svc.store.types import Commit
 KEYS = ShardKeys(0)
 
 FOLDER = Path(scripts.__file__).parent / "lua"
-LIBRARIES = {"blocks", "fencing", "free", "records", "sequences"}
+LIBRARIES = {"blocks", "fencing", "free", "records", "sequences", "slot"}
 
 
 def named(script: Script, section: str) -> list[str]:

@@ -33,7 +33,7 @@ class Server:
         self._process: subprocess.Popen[bytes] = start_with_death_signal(command, folder / "log")
         wait_until(self._responds, "a server")
 
-    def do(self, *command: str | int) -> object:
+    def do(self, *command: str | bytes | int) -> object:
         return self._client.execute_command(*command)
 
     def info(self, section: str) -> dict[str, object]:
@@ -83,15 +83,25 @@ class Cluster:
     def id_of(self, server: Server) -> str:
         return text(server.do("CLUSTER", "MYID"))
 
+    def begin_move(self, target: Server) -> None:
+        """The owner gives the keys' slot to a primary, and still has the keys."""
+        target.do("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.id_of(self.owner))
+        self.owner.do("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.id_of(target))
+
+    def move_key(self, key: str | bytes, target: Server) -> None:
+        self.owner.do("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+
     def move_slot(self, target: Server) -> None:
         """Move the keys' slot to a primary, as `redis-cli --cluster reshard` does."""
+        self.begin_move(target)
+        self.end_move(target)
+
+    def end_move(self, target: Server) -> None:
         owner = self.owner
-        target.do("CLUSTER", "SETSLOT", self.slot, "IMPORTING", self.id_of(owner))
-        owner.do("CLUSTER", "SETSLOT", self.slot, "MIGRATING", self.id_of(target))
         found = owner.do("CLUSTER", "GETKEYSINSLOT", self.slot, 1000)
         assert isinstance(found, list)
         for key in found:
-            owner.do("MIGRATE", "127.0.0.1", target.port, key, 0, 5000)
+            self.move_key(key, target)
         primaries = [one for one in self.servers if one not in (target, owner, self.replica)]
         for server in (target, owner, *primaries):
             server.do("CLUSTER", "SETSLOT", self.slot, "NODE", self.id_of(target))

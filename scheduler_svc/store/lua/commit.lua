@@ -1,4 +1,5 @@
 -- commit: applies one step of a pool.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 -- USES lib/blocks.lua
 -- USES lib/free.lua

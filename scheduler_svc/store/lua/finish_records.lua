@@ -1,4 +1,5 @@
 -- finish_records: ends live records, and deletes the oldest ended ones beyond the size limit.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 --
 -- KEYS

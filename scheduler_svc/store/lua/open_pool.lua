@@ -1,4 +1,5 @@
 -- open_pool: takes a pool over for a leader; creates it if absent.
+-- USES lib/slot.lua
 -- USES lib/blocks.lua
 --
 -- Removes all sequences, and hashes published for steps that the worker did not finish. A pool

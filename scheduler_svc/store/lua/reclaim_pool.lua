@@ -1,5 +1,6 @@
 -- reclaim_pool: frees held blocks of a pool that is being opened, one range per call, in descending
 -- number.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 -- USES lib/blocks.lua
 -- USES lib/free.lua

@@ -1,4 +1,5 @@
 -- record_requests: writes the records of new requests.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 -- USES lib/records.lua
 --

@@ -1,4 +1,5 @@
 -- replace_records: overwrites live records with the leader's state.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 -- USES lib/records.lua
 --

@@ -1,4 +1,5 @@
 -- reset_hashes: removes all hashes of a pool. References and the free order stay.
+-- USES lib/slot.lua
 -- USES lib/fencing.lua
 --
 -- KEYS
