@@ -36,11 +36,15 @@ _REFUSED = re.compile(
     r"|The user executing the script can't "
     # Of a script on a node that gives its slot away, see slot.lua.
     r"|access a non local key"
+    # Of a server whose operator has renamed or removed a command.
+    r"|(?i:\bunknown (redis )?command\b)"
 )
 # Errors of a server that does not take writes: a replica, a node without the keys' slot, or a
 # primary whose replicas follow another one already (Sentinels demote it about ten seconds later).
 _ELSEWHERE = re.compile(r"\b(READONLY|MOVED|ASK|CLUSTERDOWN|NOREPLICAS)\b")
 _UNKNOWN_SCRIPT = "NOSCRIPT"
+# What follows repeats the arguments of the call, prompts among them.
+_ARGUMENTS = ", with args"
 
 
 class Connection:
@@ -169,7 +173,15 @@ def _is_unknown_script(reply: Any) -> bool:
 
 
 def _is_elsewhere(reply: Any) -> bool:
-    return isinstance(reply, ReplyError) and _ELSEWHERE.search(str(reply)) is not None
+    if not isinstance(reply, ReplyError) or _script_error(str(reply)) is not None:
+        return False
+    return _ELSEWHERE.search(str(reply)) is not None
+
+
+def _script_error(error: str) -> type[StoreError] | None:
+    """What a script has raised itself; None for an error of Redis. Its message may name a request,
+    whose id a client chose: ids like OOM and ASK say nothing about Redis."""
+    return _SCRIPT_ERRORS.get(error.partition(" ")[0])
 
 
 def _checked(replies: list[Any]) -> list[Any]:
@@ -181,7 +193,10 @@ def _checked(replies: list[Any]) -> list[Any]:
 
 
 def _translated(error: str) -> StoreError:
+    code, _, message = error.partition(" ")
+    if (kind := _script_error(error)) is not None:
+        return kind(message or code)
+    error = error.partition(_ARGUMENTS)[0]
     if _REFUSED.search(error) or _ELSEWHERE.search(error):
         return StoreUnavailable(f"Redis: {error}")
-    code, _, message = error.partition(" ")
-    return _SCRIPT_ERRORS.get(code, StoreError)(message or code)
+    return StoreError(message or code)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis_groups import Server
 
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.connection import Connection
@@ -204,3 +205,21 @@ async def test_a_redis_that_denies_a_command_within_a_script_is_unavailable(
             await store.lease.renew()
         client.execute_command("ACL", "DELUSER", "few")
     await store.close()
+
+
+async def test_a_redis_without_a_command_is_unavailable(tmp_path: Path) -> None:
+    """Its operator has renamed it. The message does not repeat the arguments."""
+    server = Server(tmp_path, *(f'rename-command {name} ""' for name in ("TIME", "SCAN", "RPUSH")))
+    try:
+        store = Store.at(f"redis://127.0.0.1:{server.port}")
+        for call in (
+            lambda: store.lease.acquire("", lease_ms=3000),
+            store.load_live,
+            lambda: store.put_in_inbox([b"a prompt"]),
+        ):
+            with pytest.raises(StoreUnavailable, match=r"(?i)unknown (redis )?command") as refused:
+                await call()
+            assert "prompt" not in str(refused.value)
+        await store.close()
+    finally:
+        server.kill()

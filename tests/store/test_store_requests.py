@@ -203,6 +203,13 @@ async def test_output_that_does_not_continue_changes_nothing(
     await discard(store, KEY)
 
 
+async def test_an_id_is_no_error_of_redis(store: Store) -> None:
+    """Errors of scripts name requests. Retried as an outage, such a call would never end."""
+    for name in ("OOM", "ASK", "MOVED", "READONLY", "LOADING"):
+        with pytest.raises(RecordMismatch, match=name):
+            await store.append_output([OutputRange(RequestKey(name, name), 0, 0, (7,))])
+
+
 async def test_a_finished_record_expires_after_ten_minutes(
     store: Store, redis_client: redis.Redis
 ) -> None:
