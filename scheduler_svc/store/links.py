@@ -190,7 +190,7 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         node = cluster.get_node_from_key(servers.key)
     except RedisClusterException as error:
         # It is no RedisError.
-        raise RedisConnectionError(str(error)) from error
+        raise RedisConnectionError(_with_reason(error)) from error
     except IndexError as error:
         # The client takes a first primary for granted.
         raise RedisConnectionError("no node of the Redis Cluster has slots") from error
@@ -199,6 +199,15 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         await nodes.aclose()
     assert node is not None
     return str(node.host), int(node.port)
+
+
+def _with_reason(error: BaseException) -> str:
+    """The message with that of the error behind it, such as a right that is missing: the client
+    reports whatever a node refuses as a node that is in no cluster."""
+    first: BaseException = error
+    while (cause := first.__cause__ or first.__context__) is not None:
+        first = cause
+    return str(error) if str(first) in str(error) else f"{error} ({first})"
 
 
 def link_to(url: str, timeout_s: float, password: str | None = None, key: str = "") -> Link:

@@ -211,7 +211,8 @@ async def test_the_documented_rights_suffice(server, sockets):
     worker = CheckingWorker(1)
     with redis.Redis.from_url(server.url) as client:
         client.execute_command(*rule.split())
-    url = server.url.replace("unix://", "unix://quire:PASSWORD@")
+    # Another database needs a right of its own.
+    url = server.url.replace("unix://", "unix://quire:PASSWORD@") + "?db=1"
     async with running_stack(url, sockets, {"a": worker}) as stack:
         received = await submitted(await stack.gateway(), 1)
         previous, successor = stack.member, stack.start_scheduler()

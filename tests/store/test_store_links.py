@@ -263,6 +263,19 @@ async def test_a_cluster_without_slots_is_unavailable(tmp_path: Path) -> None:
         server.kill()
 
 
+async def test_a_cluster_that_refuses_says_why(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    try:
+        server.do("ACL", "SETUSER", "few", "on", ">p", "~*", "+@all", "-cluster")
+        for user, reason in (("", "cluster support disabled"), ("few:p@", "no permissions")):
+            store = Store.at(f"redis+cluster://{user}127.0.0.1:{server.port}")
+            with pytest.raises(StoreUnavailable, match=reason):
+                await store.lease.leader()
+            await store.close()
+    finally:
+        server.kill()
+
+
 @pytest.mark.slow
 async def test_a_node_that_hangs_is_no_obstacle(cluster: Cluster) -> None:
     cluster.servers[1].suspend()
