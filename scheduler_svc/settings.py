@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -211,6 +211,11 @@ class SchedulerSettings(TracedServiceSettings):
                 "must begin with redis://, rediss://, unix://, redis+sentinel://, "
                 "rediss+sentinel://, redis+cluster:// or rediss+cluster://"
             )
+        files = dict(parse_qsl(urlsplit(value).query))
+        ca, cert, key = (files.get(f"ssl_{name}") for name in ("ca_certs", "certfile", "keyfile"))
+        if ca or cert or key:
+            # TLSError if one cannot be used. The certificate's file may have the key, too.
+            TLS(ca, cert, key or cert)
         return value
 
     @model_validator(mode="after")

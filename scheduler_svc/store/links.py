@@ -53,11 +53,14 @@ class Link(Protocol):
 class ServerLink:
     """One server."""
 
-    def __init__(self, connection: AbstractConnection) -> None:
-        self._connection = connection
+    def __init__(self, make_connection: Callable[[], AbstractConnection]) -> None:
+        self._make_connection = make_connection
+        self._connection = make_connection()
 
     async def connect(self) -> asyncio.WriteTransport:
-        await self._connection.disconnect(nowait=True)
+        await self.disconnect()
+        # Another one reads the files of TLS again, which may have been renewed.
+        self._connection = self._make_connection()
         await self._connection.connect()  # type: ignore[no-untyped-call]
         # It has no public name. Nothing else of the client is used after this.
         writer = self._connection._writer
@@ -85,7 +88,7 @@ class _Servers:
     def server(self, host: str, port: int) -> ServerLink:
         """A link to one of them, or to a server that they name."""
         kind = SSLConnection if self.uses_tls else Connection
-        return ServerLink(kind(host=host, port=port, **self.options))
+        return ServerLink(lambda: kind(host=host, port=port, **self.options))
 
 
 class _Named(NamedTuple):
@@ -235,7 +238,7 @@ def _link_to(url: str, timeout_s: float, password: str | None, key: str) -> Link
         pool = ConnectionPool.from_url(url, password=password, protocol=2, **options)
         # A URL may ask for another protocol, which `RespConnection` does not read.
         pool.connection_kwargs["protocol"] = 2
-        return ServerLink(pool.make_connection())  # type: ignore[no-untyped-call]
+        return ServerLink(pool.make_connection)
     if scheme not in ("redis", "rediss") or kind not in _DEFAULT_PORTS:
         raise ValueError(
             f"the URL of Redis begins with {scheme}+{kind}://; redis:// and rediss:// "

@@ -29,6 +29,8 @@ from quire.launcher.redis import EmbeddedRedis
 from quire.launcher.stack import LocalStack
 from quire.llm import LLM
 from quire.service.tls import TLS
+from scheduler_svc.store.connection import Connection
+from scheduler_svc.store.errors import StoreUnavailable
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -97,6 +99,12 @@ def _flags(folder: Path, service: str, link: str | None = None) -> list[str]:
     return flags
 
 
+def _redis_files(folder: Path) -> str:
+    """The parameters of mutual TLS in a URL of Redis."""
+    files = {"ca_certs": "ca.pem", "certfile": "client.pem", "keyfile": "client-key.pem"}
+    return "&".join(f"ssl_{name}={folder / file}" for name, file in files.items())
+
+
 def _start(stack: ExitStack, folder: Path, service: str, *flags: str) -> str:
     """Start a service on a free port; return its address."""
     file = folder / f"{service}.address"
@@ -115,8 +123,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(Path(stack.enter_context(private))))
         relay = stack.enter_context(TLSRelay(folder, redis.socket_path))
-        files = {"ca_certs": "ca.pem", "certfile": "client.pem", "keyfile": "client-key.pem"}
-        query = "&".join(f"ssl_{name}={folder / file}" for name, file in files.items())
+        query = _redis_files(folder)
         worker = _start(stack, folder, "worker", "--engine=sim", *_flags(folder, "worker"))
         scheduler = _start(
             stack,
@@ -189,6 +196,27 @@ def test_http_has_the_same_certificates(services: Services) -> None:
     context.load_cert_chain(folder / "client.pem", folder / "client-key.pem")
     with httpx2.Client(verify=context) as client:
         assert client.get(url).json()["data"][0]["id"] == "demo/model"
+
+
+async def test_each_connection_to_redis_reads_the_files_again(tmp_path: Path) -> None:
+    """A certificate that was renewed must not be used until it expires."""
+    folder = make_certificates(tmp_path / "certificates")
+    private = tempfile.TemporaryDirectory(prefix="quire-")
+    with (
+        private as path,
+        EmbeddedRedis(Path(path)) as redis,
+        TLSRelay(folder, redis.socket_path) as relay,
+    ):
+        url = f"rediss://localhost:{relay.port}/0?{_redis_files(folder)}"
+        connection = Connection.to(url, timeout_s=5)
+        assert await connection.execute("PING") == b"PONG"
+        (folder / "client.pem").rename(folder / "old.pem")
+        connection.reopen()
+        with pytest.raises(StoreUnavailable, match="No such file"):
+            await connection.execute("PING")
+        (folder / "old.pem").rename(folder / "client.pem")
+        assert await connection.execute("PING") == b"PONG"
+        await connection.close()
 
 
 @pytest.mark.slow

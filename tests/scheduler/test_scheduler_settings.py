@@ -34,6 +34,13 @@ def test_an_invalid_value_is_refused(field: str, value: str) -> None:
         SchedulerSettings.model_validate(settings)
 
 
+def test_a_file_of_tls_to_redis_that_cannot_be_read_is_refused_with_its_name() -> None:
+    for query in ("ssl_ca_certs=/absent.pem", "ssl_certfile=/absent.pem&ssl_keyfile=/k.pem"):
+        url = f"rediss+cluster://one:1,two:2?{query}"
+        with pytest.raises(ValidationError, match=r"redis_url\n.*/absent\.pem"):
+            SchedulerSettings.model_validate({"redis_url": url, "workers": "worker:50053"})
+
+
 def test_workers_are_a_list_of_addresses() -> None:
     settings = SchedulerSettings.model_validate(
         {"redis_url": "unix:///r.sock", "workers": "worker:50053, [::1]:7,[fe80::1%eth0]:8,unix:/w"}
