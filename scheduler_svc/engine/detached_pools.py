@@ -42,6 +42,8 @@ class DetachedPools:
         self._uncompacted: list[Sequence] = []
         # Incarnations whose workers have died.
         self._dead: set[int] = set()
+        # Incarnations whose pools contradict themselves or their lanes.
+        self._faulty: set[int] = set()
 
     @property
     def steps(self) -> dict[int, int]:
@@ -53,6 +55,10 @@ class DetachedPools:
         self._pools[pool.incarnation] = DetachedPool(step, address)
         self._uncompacted += lost
 
+    def distrust(self, pool: Pool) -> None:
+        """Drop the pool before it is opened again: opening it does not mend it."""
+        self._faulty.add(pool.incarnation)
+
     async def compact(self) -> None:
         """Compact the journals of lost lanes. Repeat it after StoreUnavailable."""
         if self._uncompacted:
@@ -63,6 +69,11 @@ class DetachedPools:
     async def reopen(self, pool: Pool, address: str, last_finished_step: int) -> int:
         """Open a worker's pool; return the step to start above. Pools of other workers seen at the
         same address are marked to be dropped: those workers have died."""
+        if pool.incarnation in self._faulty:
+            # As in `drop_expired`.
+            await self._record_writer.flush()
+            await pool.drop()
+            self._faulty.discard(pool.incarnation)
         known = self._pools.get(pool.incarnation)
         first_step = await pool.open(last_finished_step, known.last_step if known else 0)
         self._pools.pop(pool.incarnation, None)
@@ -83,6 +94,7 @@ class DetachedPools:
                 await self._store.pool(incarnation, num_blocks=0).drop()
                 self._pools.pop(incarnation, None)
                 self._dead.discard(incarnation)
+                self._faulty.discard(incarnation)
 
     async def _find_ages(self) -> None:
         """Note in Redis that these pools have no lane, and ask since when."""

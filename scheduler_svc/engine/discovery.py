@@ -248,6 +248,8 @@ class Discovery:
             raise
         except BaseException as error:
             why = str(error) or type(error).__name__
+            if isinstance(error, PoolFault):
+                self._detached.distrust(pool)
             raise
         finally:
             log.info("worker left", address=address, reason=why)

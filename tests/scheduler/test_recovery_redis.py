@@ -13,6 +13,7 @@ from scheduler_stack import NOT_FOUND, Gateway, Received, Stack, info_of, prompt
 from waiting import until
 
 from quire.launcher.redis import EmbeddedRedis
+from scheduler_svc.store.keys import ShardKeys
 
 
 class ForgetfulRedis(EmbeddedRedis):
@@ -203,6 +204,26 @@ async def test_a_command_that_its_user_may_not_run_is_reported_until_it_may(
             assert received.is_whole
         finally:
             await stack.stop()
+
+
+@pytest.mark.slow
+async def test_a_pool_of_which_redis_has_evicted_a_key_begins_anew(server, sockets):
+    worker = CheckingWorker(1)
+    keys = ShardKeys(0).pool(1)
+    async with running_stack(server.url, sockets, {"a": worker}) as stack:
+        gateway = await stack.gateway()
+        await gateway.wait_ended(await gateway.submit(prompt(9)))
+        with redis.Redis.from_url(server.url) as client:
+            for tag, key in enumerate((keys.state, keys.free, keys.index)):
+                lane = stack.engine.lanes[1]
+                client.delete(key)
+                received = gateway.received[await gateway.submit(prompt(9, tag + 1), max_tokens=20)]
+                await until(lambda lane=lane: stack.engine.lanes.get(1) not in (None, lane), key)
+                await until(lambda one=received: one.is_ended, "the end of its request")
+        await all_are_whole(stack, gateway, worker)
+        await until(lambda: stack.engine.lanes[1].is_empty, "an empty lane")
+        assert stack.engine.lanes[1].num_free_blocks == worker.hello.num_blocks - 1
+        await stack.engine.lanes[1].check_integrity()
 
 
 async def test_the_documented_rights_suffice(server, sockets):

@@ -9,6 +9,7 @@ import redis
 
 from scheduler_svc.store.errors import LeadershipLost, PoolFault, StaleEpoch, WrongStep
 from scheduler_svc.store.hashing import HashChain, num_matchable_blocks, root_hash
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import (
@@ -340,6 +341,16 @@ async def test_a_pool_behind_what_was_seen_loses_every_hash(
     assert step == max(2, last_finished_step, leader_step) + 1
     assert await pool.match([[HASH]]) == [PrefixMatch(num_hits, num_hits)]
     assert (await pool.audit()).references == {}
+
+
+async def test_a_pool_without_its_state_begins_anew(pool: Pool, redis_client: redis.Redis) -> None:
+    """What Redis has not evicted of it would list blocks twice."""
+    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 3, (HASH,)),)))
+    await pool.commit(Commit(3, removed=(1,), returned_blocks=(3, 2)))
+    redis_client.delete(ShardKeys(0).pool(pool.incarnation).state)
+    assert await pool.open(last_finished_step=3) == 4
+    audit = await pool.audit()
+    assert (audit.num_free, audit.references, audit.hashes) == (10, {}, {})
 
 
 async def test_a_reset_removes_hashes_and_nothing_else(pool: Pool) -> None:

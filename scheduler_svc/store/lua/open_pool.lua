@@ -59,6 +59,8 @@ end
 -- Above all steps seen; a late call of an earlier lane finds no stored reply for this step.
 local step = math.max(stored_step, max_seen_step) + 1
 if not state[1] then
+  -- What is left of a pool whose state Redis has evicted would list blocks twice.
+  redis.call('DEL', FREE, REFERENCES, HASHES, INDEX)
   redis.call('HSET', STATE, 'num_blocks', ARGV[5], 'fresh', 1, 'front', 0, 'back', 0)
 end
 redis.call('DEL', PUBLISHED)
