@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_svc.store import scripts
@@ -33,9 +34,12 @@ class LeaseStore:
     that a scheduler never waits for its own lease to expire.
     """
 
-    def __init__(self, connection: Connection, key: str) -> None:
-        """`key`: that of the leadership."""
+    def __init__(
+        self, connection: Connection, key: str, on_acquired: Callable[[], None] = lambda: None
+    ) -> None:
+        """`key`: that of the leadership. `on_acquired` is called before `acquire` returns one."""
         self._connection = connection
+        self._on_acquired = on_acquired
         self._key = key
         self._held: Leadership | None = None
         self._next_holder = secrets.token_bytes(16)
@@ -82,7 +86,10 @@ class LeaseStore:
         holder = self._next_holder
         args = (holder, address, lease_ms, "" if lost_epoch is None else lost_epoch)
         epoch = await self._connection.run(scripts.ACQUIRE_LEASE, (self._key,), args)
-        return self._hold(int(epoch), holder) if epoch else None
+        if not epoch:
+            return None
+        self._on_acquired()
+        return self._hold(int(epoch), holder)
 
     async def reacquire(self, address: str) -> Leadership:
         """Acquire a higher epoch as a leader whose entry was or may be lost. Existing pools become

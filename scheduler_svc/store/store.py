@@ -56,7 +56,9 @@ class Store:
         self._connection = connection
         self._lease_connection = lease_connection
         self._keys = keys
-        self.lease = LeaseStore(lease_connection, keys.leadership)
+        # From an earlier term on, the other connection may be to a server that was replaced: as a
+        # replica it refuses writes, but not the reads with which a leader begins.
+        self.lease = LeaseStore(lease_connection, keys.leadership, connection.reopen)
 
     @property
     def leadership(self) -> Leadership:

@@ -10,6 +10,7 @@ from redis_groups import Server
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.errors import LeadershipLost, PoolFault, StoreUnavailable
+from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Admission, Commit, CommitReply
 
@@ -153,6 +154,26 @@ async def test_a_reopened_store_finds_redis_again_by_each_connection(
         assert leader is not None
         assert pools == set()
         assert client.info("stats")["total_connections_received"] == before + 2
+    await store.close()
+
+
+async def test_a_new_leader_reads_from_the_server_that_has_its_lease(
+    own_redis: EmbeddedRedis, redis_url: str, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Another connection is still to the last primary, a replica without what was written since."""
+    primary = tmp_path / "primary.sock"
+    primary.symlink_to(own_redis.socket_path)
+    store = Store.at(f"unix://{primary}")
+    assert await store.lease.acquire("", lease_ms=3000)
+    assert await store.pools() == set()
+    await store.lease.release()
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.replicaof("127.0.0.1", 1)
+    primary.unlink()
+    primary.symlink_to(redis_url.removeprefix("unix://"))
+    redis_client.sadd(ShardKeys(0).pools, 7)
+    assert await store.lease.acquire("", lease_ms=3000)
+    assert await store.pools() == {7}
     await store.close()
 
 
