@@ -71,7 +71,7 @@ class Lease:
             self.error = str(error)
             return
         if self._run_id not in (None, run_id):
-            raise WritesLost("Redis was restarted")
+            raise WritesLost("Redis was restarted, or another server serves the keys now")
         self._run_id = run_id
         self._safe_until = started_at + self._safe_s
         self.error = None
