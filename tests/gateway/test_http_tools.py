@@ -58,10 +58,11 @@ async def test_the_official_client_gets_calls(tools: Http) -> None:
     assert (second.function.name, second.function.arguments) == ("now", "{}")
     assert completion.usage.completion_tokens_details.reasoning_tokens > 0
 
-    # The client sends everything back.
+    # The client sends everything back, and litellm fields that it does not know once more.
+    copies = {"provider_specific_fields": {"refusal": None, "reasoning": "Why?"}}
     again = [
         USER,
-        choice.message.model_dump(),
+        {**choice.message.model_dump(), **copies},
         {"role": "tool", "tool_call_id": first.id, "content": "warm"},
     ]
     sending = tools.start(PATH, {"messages": again, "tools": TOOLS})

@@ -56,6 +56,8 @@ class ChatMessage(HttpRequest):
     refusal: unsupported() = None  # type: ignore[valid-type]
     # Of output that a client sends back.
     annotations: unsupported([]) = None  # type: ignore[valid-type]
+    # litellm's copy of the output's fields that it does not know; it changes nothing.
+    provider_specific_fields: dict[str, Any] | None = None
 
     def to_proto(self) -> conversation_pb2.Message:
         return conversation_pb2.Message(
