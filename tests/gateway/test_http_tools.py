@@ -207,12 +207,16 @@ async def test_a_response_has_items(tools: Http) -> None:
         *(item.model_dump(exclude_none=True) for item in response.output),
         {"type": "function_call_output", "call_id": first.call_id, "output": "warm"},
     ]
-    sending = tools.start("/v1/responses", {"input": again, "tools": RESPONSE_TOOLS})
+    # Clients that do so ask for reasoning that only the server can read.
+    include = ["reasoning.encrypted_content"]
+    body = {"input": again, "tools": RESPONSE_TOOLS, "include": include, "store": False}
+    sending = tools.start("/v1/responses", body)
     prompt = await write(tools, "ok")
     assert "<think>Why?</think>So: " in prompt
     assert f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}}}' in prompt
     assert f"<|tool|>warm={first.call_id}" in prompt
-    assert (await sending).json()["output"][0]["content"][0]["text"] == "ok"
+    [part] = (await sending).json()["output"][0]["content"]
+    assert (part["text"], part["logprobs"]) == ("ok", [])
 
 
 async def test_the_official_client_assembles_a_streamed_response(tools: Http) -> None:
@@ -282,6 +286,7 @@ async def test_a_response_is_resumed_after_each_event(tools: Http) -> None:
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool_name"),
         ({"tool_choice": "required"}, "tool_choice", "no_tools"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_field"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "invalid_field"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )

@@ -29,6 +29,11 @@ from gateway_svc.http.bodies.tools import (
 )
 from quire.v1 import conversation_pb2, inference_pb2
 
+_LOGPROBS = "message.output_text.logprobs"
+# Clients that send whole conversations ask for encrypted reasoning. It changes nothing: reasoning
+# is returned as text, which they can send back.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
 
 class TextConfig(HttpRequest):
     format: TextFormat | None = None
@@ -48,7 +53,7 @@ class ResponseRequest(LogitsFields):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: list[Included] | None = None
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolMode | NamedResponseTool | None = None
@@ -90,7 +95,7 @@ class ResponseRequest(LogitsFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        return bool(self.include) or bool(self.top_logprobs)
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def message(self, request_id: str) -> GenerationMessage:
         params = inference_pb2.SamplingParams(
