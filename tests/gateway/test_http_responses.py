@@ -251,3 +251,20 @@ async def test_an_invalid_field_of_a_response_is_named(
 ) -> None:
     status, error = await http.error("/v1/responses", {"input": "x", **change})
     assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+async def test_a_reference_to_an_earlier_response_is_refused_with_what_to_send(http: Http) -> None:
+    asked = {"role": "user", "content": "x"}
+    reference = {"type": "item_reference", "id": "msg_x"}
+    for change, message in [
+        (
+            {"previous_response_id": "resp_x"},
+            "previous_response_id: is not supported; use input with the earlier items",
+        ),
+        (
+            {"input": [asked, reference]},
+            "input[1]: is an item_reference, which is not supported; send the item itself",
+        ),
+    ]:
+        status, error = await http.error("/v1/responses", {"input": [asked], **change})
+        assert (status, error["code"], error["message"]) == (400, "unsupported_field", message)

@@ -10,6 +10,7 @@ from gateway_svc.http.bodies.fields import (
     GenerationMessage,
     HttpRequest,
     message_type,
+    replaced_by,
     unsupported,
 )
 from gateway_svc.http.bodies.logits_fields import LogitsFields
@@ -81,7 +82,7 @@ class ResponseRequest(LogitsFields):
     image: unsupported() = None  # type: ignore[valid-type]
     max_tool_calls: unsupported() = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
-    previous_response_id: unsupported() = None  # type: ignore[valid-type]
+    previous_response_id: replaced_by("input with the earlier items") = None  # type: ignore[valid-type]
     prompt: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
     prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
 from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, unsupported
@@ -60,7 +61,18 @@ class InputReasoning(HttpRequest):
     status: str | None = None
 
 
-InputItem = InputMessage | InputCall | InputCallOutput | InputReasoning
+def _check_is_whole(value: object) -> object:
+    """The value of an item, unless it refers to an item of an earlier response."""
+    if isinstance(value, dict) and value.get("type") == "item_reference":
+        raise PydanticCustomError(
+            "unsupported", "is an item_reference, which is not supported; send the item itself"
+        )
+    return value
+
+
+InputItem = Annotated[
+    InputMessage | InputCall | InputCallOutput | InputReasoning, BeforeValidator(_check_is_whole)
+]
 
 
 class ResponseTool(HttpRequest):
