@@ -219,6 +219,22 @@ async def test_a_response_has_items(tools: Http) -> None:
     assert (part["text"], part["logprobs"]) == ("ok", [])
 
 
+async def test_a_guided_call_that_is_cut_has_the_arguments_so_far(tools: Http) -> None:
+    chat = {"messages": [USER], "tools": TOOLS}
+    response = {"input": "a", "tools": RESPONSE_TOOLS}
+    for path, body in ((PATH, chat), ("/v1/responses", response)):
+        cut = '<tool_call>\n{"name": "weather", "arguments": {"city": "B'
+        received = await tools.respond(path, {**body, "tool_choice": "required"}, cut)
+        if path == PATH:
+            [choice] = received["choices"]
+            [call] = choice["message"]["tool_calls"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+            assert call["function"] == {"name": "weather", "arguments": '{"city": "B'}
+        else:
+            [item] = received["output"]
+            assert (item["status"], item["arguments"]) == ("incomplete", '{"city": "B')
+
+
 async def test_the_official_client_assembles_a_streamed_response(tools: Http) -> None:
     async with client_of(tools) as client:
 
