@@ -237,6 +237,7 @@ async def test_a_sequence_number_beyond_any_response_is_refused(http: Http) -> N
     ("change", "param", "code"),
     [
         ({"input": []}, "input", "invalid_field"),
+        ({"input": [{"role": "user", "content": None}]}, "input[0].content", "invalid_field"),
         ({"input": "x " * 300}, "input", "context_length_exceeded"),
         ({"previous_response_id": "resp_x"}, "previous_response_id", "unsupported_field"),
         ({"conversation": "conv_x"}, "conversation", "unsupported_field"),

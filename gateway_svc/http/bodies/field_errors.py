@@ -145,7 +145,9 @@ def _progress(failure: FieldFailure, path: Path) -> tuple[object, ...]:
         # All entries that are allowed were valid.
         indices.append(math.inf)
     is_literal = failure.kind == "literal_error"
-    return len(indices), not is_literal, indices, not failure.is_of_type
+    # Another kind of object lacks fields that this one does not have.
+    is_missing = failure.kind == "missing"
+    return len(indices), not is_literal, indices, not is_missing, not failure.is_of_type
 
 
 def _any_of(errors: tuple[ErrorDetails, ...]) -> str:
