@@ -21,6 +21,8 @@ _UNKNOWN: Final = re.compile(r"Unimplemented keys: (\[.*?\])")
 _DEFINITIONS: Final = ("$defs", "definitions")
 # Removed last: without them a schema has another meaning altogether.
 _LAST: Final = ("type", "properties", *_DEFINITIONS)
+# Like schemas, removed behind the constraints of texts and numbers.
+_STRUCTURE: Final = ("type", "required", "$ref", "enum", "const")
 # Removed first: what is too large is so by them.
 _SIZES: Final = frozenset(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
@@ -91,11 +93,13 @@ def shown_reason(reason: str) -> str:
 def _keyword_at_fault(reason: str, schema: dict[str, Any], refusal: Refusal) -> _Place | None:
     """The keyword without which the error is another one, or none.
 
-    Keywords are removed one after another, those of sizes and the innermost first, until nothing is
-    left; a binary search finds the one that ends the error. None if there is no time to find it.
+    Keywords are removed one after another, those of sizes first, then those of texts and numbers,
+    and the innermost first, until nothing is left; a binary search finds the one that ends the
+    error. An option that allows everything, as nothing is left of it, would hide what is refused
+    in another one. None if there is no time to find it.
     """
     started_s = time.thread_time()
-    places = sorted(_removals(schema, ()), key=lambda place: place[1] not in _SIZES)
+    places = sorted(_removals(schema, ()), key=lambda place: _phase(place[1]))
     low, high = 0, len(places)
     while high - low > 1:
         if time.thread_time() - started_s > _MAX_SEARCH_S:
@@ -107,6 +111,12 @@ def _keyword_at_fault(reason: str, schema: dict[str, Any], refusal: Refusal) -> 
         else:
             high = middle
     return places[low] if places else None
+
+
+def _phase(keyword: str) -> int:
+    if keyword in _SIZES:
+        return 0
+    return 2 if keyword in _STRUCTURE or keyword in SCHEMAS or keyword in SCHEMAS_BY_NAME else 1
 
 
 def _is_same(reason: str, other: str) -> bool:
@@ -138,7 +148,12 @@ def _removals(schema: Any, path: tuple[str | int, ...]) -> Iterator[_Place]:
                 yield from _removals(part, (*path, keyword, name))
         elif keyword in SCHEMAS:
             yield from _removals(value, (*path, keyword))
-    yield from ((path, keyword) for keyword in sorted(schema, key=lambda keyword: keyword in _LAST))
+    yield from ((path, keyword) for keyword in sorted(schema, key=_order))
+
+
+def _order(keyword: str) -> int:
+    """Names are listed or refused, depending on what is beside them: they are removed first."""
+    return 0 if keyword == "propertyNames" else 2 if keyword in _LAST else 1
 
 
 def _without(schema: dict[str, Any], removed: Sequence[_Place]) -> dict[str, Any]:

@@ -115,6 +115,10 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "enum at #/properties/a",
         ),
         ({"prefixItems": [{"pattern": "a"}, {"pattern": "("}]}, "pattern at #/prefixItems/1"),
+        (
+            {"anyOf": [{"enum": [1]}, {"type": "object", "properties": {"a": {"pattern": "("}}}]},
+            "pattern at #/anyOf/1/properties/a is refused: regex parse error",
+        ),
         ({"patternProperties": {"(?=a)": {}}}, "patternProperties at #"),
         ({"type": "object", "additionalProperties": False, "required": ["x"]}, "additionalProp"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"minimum": "x"}}}, "minimum at #/$defs/a"),
