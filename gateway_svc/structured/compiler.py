@@ -135,14 +135,21 @@ def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> Com
     try:
         return _check(vocabulary, field, definition)
     except GrammarError as error:
-        reason = explain(str(error), schema, lambda part: _refusal(vocabulary, part))
+        reason = _explanation(vocabulary, str(error), schema)
         raise invalid(field, "UNSUPPORTED_SCHEMA", reason) from error
 
 
-def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> str | None:
-    """Why a schema is refused; None if it is served."""
+def _explanation(
+    vocabulary: GrammarVocabulary, reason: str, schema: dict[str, Any], root: str = "#"
+) -> str:
+    return explain(reason, schema, lambda part: _refusal(vocabulary, part, reason), root)
+
+
+def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any], reason: str = "") -> str | None:
+    """Why a schema is refused; None if it is served. With a `reason` it is what is left of one that
+    is refused for it."""
     try:
-        _begin(vocabulary, to_definition(schema))
+        _begin(vocabulary, to_definition(schema, reason))
     except GrammarError as error:
         return str(error)
     return None
@@ -183,7 +190,7 @@ def _explain_part(vocabulary: GrammarVocabulary, source: LarkSource) -> str | No
     started_s = time.thread_time()
     for place, schema in source.schemas.items():
         if reason := _refusal(vocabulary, schema):
-            return explain(reason, schema, lambda part: _refusal(vocabulary, part), place)
+            return _explanation(vocabulary, reason, schema, place)
         if time.thread_time() - started_s > MAX_COMPILE_S:
             return None
     for place, text in source.parts.items():

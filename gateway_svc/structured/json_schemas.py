@@ -19,6 +19,7 @@ from gateway_svc.structured.schema_merges import check_merged_patterns
 from gateway_svc.structured.schema_parts import document_parts, is_number, refused
 from gateway_svc.structured.schema_references import check_ids, check_references, check_targets
 from gateway_svc.structured.schema_values import prepare
+from gateway_svc.structured.schema_writing import written
 
 # As Python's json.dumps writes it, so that no output consists of white space, and all punctuation
 # is forced.
@@ -75,15 +76,15 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     return schema
 
 
-def to_definition(schema: Mapping[str, Any]) -> str:
-    """The grammar of a schema."""
-    text = json.dumps(schema, ensure_ascii=False)
+def to_definition(schema: Mapping[str, Any], reason: str = "") -> str:
+    """The grammar of a schema; with a `reason`, of what is left of one that is refused for it."""
+    text = json.dumps(written(schema, reason), ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(text, overrides=FORM)  # type: ignore[arg-type]
 
 
 def json_terminal(schema: Mapping[str, Any]) -> str:
     """The schema in a grammar in Lark's syntax."""
-    return f"%json {json.dumps({**schema, OPTIONS: FORM}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**written(schema), OPTIONS: FORM}, ensure_ascii=False)}"
 
 
 def num_schema_quantifiers(schema: Mapping[str, Any]) -> int:

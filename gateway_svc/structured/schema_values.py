@@ -42,6 +42,17 @@ _DEPENDENT: Final = {
     "minContains": "contains",
     "maxContains": "contains",
 }
+# Without other schemas of the same value, the same.
+_UNEVALUATED: Final = {
+    "unevaluatedProperties": "additionalProperties",
+    "unevaluatedItems": "items",
+}
+_IN_PLACE: Final = frozenset(
+    (
+        *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"),
+        *("dependentSchemas", "dependencies", "contains"),
+    )
+)
 # Texts for readers, and options of the library's own.
 _UNREAD: Final = (
     "title",
@@ -52,6 +63,8 @@ _UNREAD: Final = (
     "contentSchema",
     "x-guidance",
 )
+# Formats that any text has: hints for forms and programs.
+_ANY_TEXT: Final = ("password", "binary", "path")
 # In these, `items` may be a list.
 _LISTED_ITEMS: Final = re.compile(r"draft-0\d\b|2019-09")
 
@@ -64,6 +77,10 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
     for keyword in [*part]:
         if _is_without_effect(keyword, part):
             del part[keyword]
+    for keyword, same in _UNEVALUATED.items():
+        if part.get(keyword) is False and _IN_PLACE.isdisjoint(part):
+            del part[keyword]
+            part.setdefault(same, False)
     _check_dialect(path, part, dialect)
     if is_number(part.get("multipleOf")) and part["multipleOf"] <= 0:
         raise refused("multipleOf", path, f"is {part['multipleOf']}; it must be above 0")
@@ -103,6 +120,13 @@ def _is_without_effect(keyword: str, part: dict[str, Any]) -> bool:
     if keyword in _DEPENDENT:
         return _DEPENDENT[keyword] not in part
     value = part[keyword]
+    if keyword == "format":
+        return value in _ANY_TEXT
+    if keyword == "uniqueItems" and is_number(part.get("maxItems")) and part["maxItems"] <= 1:
+        return True
+    if keyword == "propertyNames" and isinstance(value, dict):
+        read = {name: one for name, one in value.items() if name not in _UNREAD}
+        return read in ({}, {"type": "string"})
     # 0 is False, but no schema.
     return any(
         type(value) is type(one) and value == one for one in _WITHOUT_EFFECT.get(keyword, ())

@@ -19,6 +19,7 @@ from format_grammars import (
 from gateway_svc.structured import schema_errors
 from gateway_svc.structured.compiler import StructuredOutputCompiler
 from gateway_svc.structured.patterns import of_schema as prepared_pattern
+from gateway_svc.structured.schema_options import ExclusiveOptions
 from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
@@ -34,12 +35,21 @@ WIDE_MERGES = {
     "$defs": {"a": {"type": "object", "properties": {f"k{at}": URI for at in range(400)}}},
     "prefixItems": [{"$ref": "#/$defs/a", "x": 1}] * 2000,
 }
+OBJECT = {"type": "object"}
+CATS = {**OBJECT, "properties": {"is": {"const": "cat"}}, "required": ["is"]}
+DOGS = {**OBJECT, "properties": {"is": {"enum": ["dog"]}, "of": CATS}, "required": ["is"]}
+CAT_OR_DOG = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
+PETS = {"cat": CATS, "dog": DOGS, "pet": CAT_OR_DOG}
 MERGED = "merges too many patterns and formats: a value may have 10"
 
 
 @pytest.fixture(scope="module")
 def compiler() -> StructuredOutputCompiler:
     return StructuredOutputCompiler(TOKENIZER, SIZE)
+
+
+def with_a(schema: Any) -> dict[str, Any]:
+    return {**OBJECT, "properties": {"a": schema}, "required": ["a"]}
 
 
 def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
@@ -87,6 +97,23 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             {"oneOf": [{"type": "string"}, {"minLength": 2}]},
             "oneOf at # is refused: its options do not exclude each other by types or constants",
         ),
+        ({"oneOf": [{"$ref": "#/$defs/a"}] * 2, "$defs": {"a": CATS}}, "oneOf at # is refused"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf at # is refused"),
+        ({"items": {"oneOf": [CATS, {"type": "object"}], "anyOf": [{}]}}, "oneOf at #/items"),
+        (
+            {"oneOf": [CATS, {"$ref": "#/$defs/dog"}], "$defs": {"dog": {**DOGS, "not": {}}}},
+            "not at #/$defs/dog is not supported",
+        ),
+        (
+            {"propertyNames": {"enum": ["a"]}, "patternProperties": {"a": {}}},
+            "propertyNames at # is",
+        ),
+        ({"propertyNames": {"pattern": "a"}, "type": "object"}, "propertyNames at # is not supp"),
+        (
+            {"propertyNames": {"enum": ["a"]}, "additionalProperties": {"format": "x"}},
+            "format at #/additionalProperties is refused: Unknown format: x",
+        ),
+        ({"allOf": [CATS], "unevaluatedProperties": False}, "unevaluatedProperties at # is not"),
         (
             {"type": "string", "pattern": f"^{'a?' * 999}$"},
             "pattern at # is refused: its regular expressions, with what they repeat or leave out",
@@ -246,6 +273,27 @@ def test_what_is_no_schema_is_refused(
             },
         },
         {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
+        {"$ref": "#/$defs/pet", "$defs": PETS},
+        {"oneOf": [{"$ref": "#/$defs/a"}, NULL], "$defs": {"a": {"enum": ["a", 1]}}},
+        {
+            "oneOf": [
+                {"properties": {"a": {"const": at}}, "required": ["a"], **OBJECT} for at in (1, 2)
+            ]
+        },
+        {"oneOf": [NULL, {"type": "array", "items": {"$ref": "#/oneOf/0"}, "maxItems": 2}]},
+        {"propertyNames": {"type": "string", "description": "x"}, "maxProperties": 1, **OBJECT},
+        {
+            **OBJECT,
+            "propertyNames": {"$ref": "#/$defs/names"},
+            "properties": {"b": NULL, "x": {}},
+            "additionalProperties": {"type": "boolean"},
+            "minProperties": 1,
+            "$defs": {"names": {"type": "string", "enum": ["a", "b"]}},
+        },
+        {**OBJECT, "properties": {"a": NULL}, "unevaluatedProperties": False},
+        {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
+        {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
+        {"enum": ["a"], "format": "password"},
     ],
 )
 def test_outputs_are_valid(compiler: StructuredOutputCompiler, schema: dict[str, Any]) -> None:
@@ -334,3 +382,14 @@ def test_a_search_without_time_names_the_largest_part(
     monkeypatch.setattr(schema_errors, "_MAX_SEARCH_S", -1)
     schema = {"properties": {"a": {"not": NULL, "enum": [1, 2, 3]}}, "required": ["a"]}
     assert "; its largest part is the keyword enum at #/properties/a" in refusal(compiler, schema)
+
+
+def test_comparing_options_ends() -> None:
+    """Those of one constant property in a round, all others up to a limit of pairs."""
+    options = [
+        {**OBJECT, "properties": {"a": {"const": at}}, "required": ["a"]} for at in range(150)
+    ]
+    assert ExclusiveOptions({}).exclude_each_other(options)
+    closed = [{**OBJECT, "required": [str(at)], "additionalProperties": False} for at in range(150)]
+    assert ExclusiveOptions({}).exclude_each_other(closed[:50])
+    assert not ExclusiveOptions({}).exclude_each_other(closed)
