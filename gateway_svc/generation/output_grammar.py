@@ -40,9 +40,13 @@ class OutputGrammar:
 
 
 async def build(
-    request: GenerationRequest, model: Model, parsing: gateway_pb2.OutputParsing | None
+    request: GenerationRequest,
+    model: Model,
+    parsing: gateway_pb2.OutputParsing | None,
+    principal: str,
 ) -> OutputGrammar | None:
-    """None if the output is free. RequestError names the field that is refused."""
+    """None if the output is free. RequestError names the field that is refused. The `principal`
+    gets its share of the threads."""
     params, conversation, field = request.sampling_params, request.conversation, _TOOLS
     # The output of a forced call has no content, which a format is that of.
     if params.HasField("structured_output") and not output_parsing.is_forced(conversation):
@@ -52,7 +56,7 @@ async def build(
                 "FORMAT_WITH_TOOLS",
                 "is set together with tools that the model may call; set tool_choice to none",
             )
-        compiled = await model.structured.compile(_FORMAT, params.structured_output)
+        compiled = await model.structured.compile(_FORMAT, params.structured_output, principal)
         field = f"{_FORMAT}.{params.structured_output.WhichOneof('format')}"
     elif output_parsing.is_guided(conversation) and parsing is not None:
         if params.ignore_eos:
@@ -61,7 +65,7 @@ async def build(
                 "IGNORE_EOS_WITH_FORMAT",
                 "is set, but calls of tools that follow their schemas end the output; leave it out",
             )
-        compiled = await _of_tools(conversation, model, parsing)
+        compiled = await _of_tools(conversation, model, parsing, principal)
         if parsing.tool_format == HARMONY:
             # It has the reasoning, too.
             return OutputGrammar(compiled, field)
@@ -73,7 +77,10 @@ async def build(
 
 
 async def _of_tools(
-    conversation: conversation_pb2.Conversation, model: Model, parsing: gateway_pb2.OutputParsing
+    conversation: conversation_pb2.Conversation,
+    model: Model,
+    parsing: gateway_pb2.OutputParsing,
+    principal: str,
 ) -> CompiledFormat:
     is_named = conversation.tool_choice.WhichOneof("choice") == "name"
     is_forced = output_parsing.is_forced(conversation)
@@ -88,11 +95,12 @@ async def _of_tools(
             is_single=is_named or parsing.single_call,
             follows_reasoning=bool(parsing.reasoning_format),
         )
-        return await model.structured.compile(_TOOLS, StructuredOutput(structural_tag=tag))
+        output = StructuredOutput(structural_tag=tag)
+        return await model.structured.compile(_TOOLS, output, principal)
     except UnguidedError as error:
         raise invalid(_TOOLS, "UNGUIDED_TOOL", f"cannot be guided: {error}") from error
     except RequestError as error:
-        await _refuse_schema(tools, model.structured)
+        await _refuse_schema(tools, model.structured, principal)
         raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
 
 
@@ -133,13 +141,13 @@ def _check_quantifiers(tools: Mapping[str, GuidedTool]) -> None:
 
 
 async def _refuse_schema(
-    tools: Mapping[str, GuidedTool], compiler: StructuredOutputCompiler
+    tools: Mapping[str, GuidedTool], compiler: StructuredOutputCompiler, principal: str
 ) -> None:
     """RequestError at the first schema that is refused on its own."""
     for field, tool in tools.items():
         text = json.dumps(tool.schema, ensure_ascii=False)
         try:
-            await compiler.compile(field, StructuredOutput(json_schema=text))
+            await compiler.compile(field, StructuredOutput(json_schema=text), principal)
         except RequestError as error:
             raise invalid(field, "UNSUPPORTED_SCHEMA", _reason(error)) from error
 

@@ -106,7 +106,7 @@ async def prepare(
         prompt_field(request), len(prompt_token_ids), limits.max_model_len
     )
     resolved = validation.resolve(params, request_id, len(prompt_token_ids), limits)
-    changes = await _changes_of_logits(request, model, limits, parsing)
+    changes = await _changes_of_logits(request, model, limits, parsing, tenant.principal)
     resolved.logits_params = changes.SerializeToString(deterministic=True)
     resolved.num_lookahead_tokens = logits_params.num_lookahead_tokens(changes)
     state = _create_resume_state(request, model, prompt_token_ids, resolved.stop_token_ids)
@@ -205,8 +205,9 @@ async def _changes_of_logits(
     model: Model,
     limits: ModelLimits,
     parsing: gateway_pb2.OutputParsing | None,
+    principal: str,
 ) -> logits_pb2.LogitsParams:
-    grammar = await output_grammar.build(request, model, parsing)
+    grammar = await output_grammar.build(request, model, parsing, principal)
     message = None if grammar is None else grammar.to_proto()
     changes = await logits_params.build(request.sampling_params, model, limits, message)
     if grammar is not None:

@@ -1,9 +1,10 @@
 """Converts formats into grammars, and compiles these in threads to find what is refused."""
 
-import asyncio
+import hashlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -11,13 +12,14 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from gateway_svc.structured.errors import FormatError
+from gateway_svc.structured.fair_threads import FairThreads
 from gateway_svc.structured.first_tokens import FirstTokens
 from gateway_svc.structured.json_schemas import read_schema, to_definition
 from gateway_svc.structured.lark import choice_to_lark, grammar_to_lark, regex_to_lark
 from gateway_svc.structured.lark_source import LarkSource
 from gateway_svc.structured.schema_errors import explain, shown_reason
 from gateway_svc.structured.structural_tags import structural_tag_to_lark
-from quire.service.errors import invalid
+from quire.service.errors import RequestError, invalid
 from quire.service.grammars import (
     GrammarError,
     GrammarVocabulary,
@@ -33,6 +35,10 @@ MAX_FORMAT_BYTES: Final = 2**17
 MAX_COMPILE_S: Final = 0.25
 _MAX_FORMATS: Final = 512
 _MAX_KEPT_BYTES: Final = 2**23
+# A client that sends a refused format again gets the same error, without another compilation.
+_MAX_REFUSALS: Final = 1024
+# The time that a format takes differs.
+_REFUSED_S: Final = 60
 _NUM_THREADS: Final = 2
 _WITHOUT_TEXT: Final = "it matches no text"
 
@@ -50,23 +56,26 @@ class CompiledFormat:
 
 
 class StructuredOutputCompiler:
-    """The formats of one model. Keeps the grammars used last, so that they are checked once."""
+    """The formats of one model. Keeps the grammars used last, so that they are checked once, and
+    the last refusals for a while."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """Read the vocabulary, which holds the interpreter for a second for 150,000 tokens; no
         request should wait for that. If the library does not read the tokenizer, which is logged,
         all formats are refused."""
         self._vocabulary = _read_vocabulary(tokenizer, vocab_size)
-        self._threads = compiler_threads(_NUM_THREADS, "formats")
+        self._threads = FairThreads(compiler_threads(_NUM_THREADS, "formats"), _NUM_THREADS)
         # By format, the ones used last at the end.
         self._formats: OrderedDict[bytes, CompiledFormat] = OrderedDict()
         self._num_kept_bytes = 0
+        # By hashes of the field and the format, with their times; the oldest first.
+        self._refusals: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()
 
     async def compile(
-        self, field: str, output: structured_output_pb2.StructuredOutput
+        self, field: str, output: structured_output_pb2.StructuredOutput, principal: str = ""
     ) -> CompiledFormat:
         """The grammar for workers. RequestError at a field within `field` if the format is
-        refused."""
+        refused. Principals are served round robin."""
         vocabulary = self._vocabulary
         if isinstance(vocabulary, NoGrammarsError):
             reason = f"is not served: the model's tokenizer is not readable ({vocabulary})"
@@ -82,13 +91,40 @@ class StructuredOutputCompiler:
                 f"has {num_bytes} bytes; at most {MAX_FORMAT_BYTES} are allowed",
             )
         key = output.SerializeToString(deterministic=True)
-        compiled = self._formats.get(key)
+        compiled = self._known(field, key)
         if compiled is None:
-            compiled = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._compile, vocabulary, f"{field}.{name}", output
-            )
+            work = partial(self._compile, vocabulary, f"{field}.{name}", output)
+            async with self._threads.hold(principal) as thread:
+                # Others may have sent the same format at the same time.
+                compiled = self._known(field, key)
+                if compiled is None:
+                    try:
+                        compiled = await thread.run(work)
+                    except RequestError as error:
+                        self._remember(field, key, error)
+                        raise
         self._keep(key, compiled)
         return compiled
+
+    def _known(self, field: str, key: bytes) -> CompiledFormat | None:
+        """The format if it was compiled; RequestError if it was refused lately."""
+        while self._refusals:
+            oldest, (refused_s, _) = next(iter(self._refusals.items()))
+            if len(self._refusals) <= _MAX_REFUSALS and time.monotonic() < refused_s + _REFUSED_S:
+                break
+            del self._refusals[oldest]
+        compiled = self._formats.get(key)
+        if compiled is None and self._refusals:
+            refusal = self._refusals.get(_hash_of(field, key))
+            if refusal is not None:
+                # Without the traceback of others.
+                raise replace(refusal[1])
+        return compiled
+
+    def _remember(self, field: str, key: bytes, error: RequestError) -> None:
+        refused = _hash_of(field, key)
+        self._refusals.pop(refused, None)
+        self._refusals[refused] = time.monotonic(), replace(error)
 
     def _keep(self, key: bytes, compiled: CompiledFormat) -> None:
         """Count the format as the last one used."""
@@ -115,6 +151,10 @@ class StructuredOutputCompiler:
                 return _compile_schema(vocabulary, field, '{"type": "object"}')
             case _:
                 return _compile_lark(vocabulary, field, output)
+
+
+def _hash_of(field: str, key: bytes) -> bytes:
+    return hashlib.sha256(field.encode() + b"\0" + key).digest()
 
 
 def _read_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> GrammarVocabulary | NoGrammarsError:
