@@ -13,7 +13,8 @@ from gateway_svc.structured.lark_source import LarkSource, read_lark
 from gateway_svc.structured.patterns import ends_in_backslash, num_quantifiers
 
 _ASCII_CLASSES: Final = "dw"
-_EBNF_RULE: Final = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
+# Spaces of one line only: from each of many empty lines, all others would be read.
+_EBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 
 
 def quoted(text: str) -> str:

@@ -36,7 +36,7 @@ _TOKEN: Final = re.compile(
     | %(?P<statement>\w+)
     | (?P<token><[^\s<>]+>)
     | (?P<open>["/])
-    | [?!]*(?P<defined>[A-Za-z_]\w*)(?:\.-?\d+)?\s*
+    | [?!]{{0,2}}(?P<defined>[A-Za-z_]\w*)(?:\.-?\d+)?\s*
       (?:\[(?P<attributes>(?:{_STRING}|[^\]"]){{0,200}})\]\s*)?:
     | (?P<name>[A-Za-z_]\w*)
     | (?P<repeated>[?*+]|~|\{{\d)

@@ -7,6 +7,7 @@ import pytest
 from format_grammars import FIELD, SIZE, TOKENIZER, accepts, definition_of, random_text
 
 from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.structured.lark import grammar_to_lark
 from gateway_svc.structured.lark_source import read_lark
 from quire.service.errors import RequestError
 from quire.v1 import structured_output_pb2 as pb
@@ -226,3 +227,14 @@ def test_bounds_of_schemas_in_tags_are_checked(compiler: StructuredOutputCompile
     structures = [{"begin": "<", "end": ">", "schema": schema}]
     reason = "the keyword exclusiveMaximum at #/structures/0/schema is -1e+19"
     assert refusal(compiler, tag(structures=structures, triggers=["<"])).startswith(reason)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "grammar",
+    ['root ::= "a"' + "\n" * 100_000, 'start: "a"' + "?" * 50_000],
+    ids=["lines", "marks"],
+)
+def test_reading_a_grammar_takes_linear_time(grammar: str) -> None:
+    """One expression over empty lines held the whole process for minutes."""
+    assert grammar_to_lark(grammar).text
