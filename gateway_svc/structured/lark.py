@@ -8,6 +8,7 @@ from typing import Final
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from gateway_svc.structured.ebnf import prepared_ebnf
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.lark_source import LarkSource, read_lark
 from gateway_svc.structured.patterns import ends_in_backslash, num_quantifiers
@@ -27,7 +28,7 @@ def grammar_to_lark(grammar: str) -> LarkSource:
     if not _EBNF_RULE.search(grammar):
         return read_lark(grammar)
     try:
-        converted = str(gbnf_to_lark(grammar))
+        converted = str(gbnf_to_lark(prepared_ebnf(grammar)))
     except RecursionError as error:
         raise FormatError("is nested too deeply") from error
     except Exception as error:
