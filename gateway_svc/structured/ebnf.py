@@ -4,6 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from gateway_svc.structured.errors import FormatError
+
+# The converter may read all parts again for each rule: this many take up to a second.
+_MAX_READ: Final = 2_000_000
 _TOKEN: Final = re.compile(
     r"""
       (?P<gap>(?:\s|\#[^\r\n]*)+)(?P<bar>\|)?
@@ -29,9 +33,16 @@ _START: Final = "start"
 def prepared_ebnf(grammar: str) -> str:
     """The grammar with escapes, names and line ends that the converter reads: it loses the zeros of
     `\\u0041`, takes `Item` and `item` for one rule, and ends a rule where a line does, even if the
-    next one begins with `|`."""
+    next one begins with `|`. FormatError for one that takes it long."""
     names = _names(grammar)
-    return "".join(_written(token, names) for token in _TOKEN.finditer(grammar))
+    tokens = [*_TOKEN.finditer(grammar)]
+    num_parts = sum(token.lastgroup in ("text", "set", "name") for token in tokens)
+    if len(names) * num_parts > _MAX_READ:
+        raise FormatError(
+            f"has {len(names)} rules with {num_parts} names, texts and sets; their product may be "
+            f"at most {_MAX_READ} in EBNF; use fewer, or Lark's syntax"
+        )
+    return "".join(_written(token, names) for token in tokens)
 
 
 def _written(token: re.Match[str], names: Mapping[str, str]) -> str:

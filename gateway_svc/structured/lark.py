@@ -27,8 +27,9 @@ def grammar_to_lark(grammar: str) -> LarkSource:
     """A grammar in Lark's syntax, or in EBNF (GBNF), converted."""
     if not _EBNF_RULE.search(grammar):
         return read_lark(grammar)
+    prepared = prepared_ebnf(grammar)
     try:
-        converted = str(gbnf_to_lark(prepared_ebnf(grammar)))
+        converted = str(gbnf_to_lark(prepared))
     except RecursionError as error:
         raise FormatError("is nested too deeply") from error
     except Exception as error:

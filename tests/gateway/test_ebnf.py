@@ -6,6 +6,7 @@ import pytest
 from format_grammars import SIZE, TOKENIZER, accepts, definition_of
 
 from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.lark import grammar_to_lark
 from quire.v1 import structured_output_pb2 as pb
 
@@ -50,5 +51,13 @@ def test_sets_of_characters_have_no_operators(
 
 @pytest.mark.timeout(20)
 def test_names_are_distinguished_in_linear_time() -> None:
-    rules = "".join(f'\na{at:015b} ::= "a"' for at in range(2000))
+    rules = "".join(f'\na{at:015b} ::= "a"' for at in range(700))
     assert grammar_to_lark('root ::= "a"' + rules.translate(str.maketrans("01", "-_"))).text
+
+
+def test_many_rules_are_refused() -> None:
+    rules = "".join(f'\nr{at} ::= "a" r{at + 1}' for at in range(2000))
+    with pytest.raises(
+        FormatError, match="has 2001 rules with 6002 names, texts and sets; their pr"
+    ):
+        grammar_to_lark(f"root ::= r0{rules}")
