@@ -23,6 +23,8 @@ _OPTIONS: Final = frozenset({"no_forcing", "allow_initial_skip"})
 # two repetitions takes gigabytes. A single complement (`~`) is none, that of another one may be.
 _INTERSECTION: Final = {"&": 2, "~": 1}
 _MAX_COMPLEMENTS: Final = 1
+# The library writes terminals out within others, which nothing bounds.
+_MAX_WRITTEN_OUT: Final = 100_000
 # Behind a `~` that stands for repetition.
 _COUNT: Final = re.compile(r"\s*\d")
 # More than any limit.
@@ -97,6 +99,7 @@ def read_lark(grammar: str) -> LarkSource:
     reader = _Reader(grammar)
     reader.read()
     _check_intersections(reader.definitions)
+    _check_written_out(reader.definitions)
     own = sum(one.num_quantifiers for one in reader.definitions.values())
     source = reader.source
     source.num_quantifiers[""] += max([own, *_expanded(reader.definitions)])
@@ -225,6 +228,17 @@ def _check_intersections(definitions: Mapping[str, _Definition]) -> None:
             raise FormatError(
                 f"has an operator & or several ~ at {name}, with those of the terminals in it; "
                 "intersections are not served"
+            )
+
+
+def _check_written_out(definitions: Mapping[str, _Definition]) -> None:
+    own = {name: 1 + len(one.names) for name, one in definitions.items()}
+    totals: dict[str, int] = {}
+    for name, one in definitions.items():
+        if one.is_terminal and _total(name, definitions, own, totals) > _MAX_WRITTEN_OUT:
+            raise FormatError(
+                f"has the terminal {name:.40}, which is more than {_MAX_WRITTEN_OUT} parts with "
+                "the terminals in it; use rules, in lower case, or fewer"
             )
 
 

@@ -7,6 +7,7 @@ import pytest
 from format_grammars import FIELD, SIZE, TOKENIZER, accepts, definition_of, random_text
 
 from gateway_svc.structured.compiler import StructuredOutputCompiler
+from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.lark import grammar_to_lark
 from gateway_svc.structured.lark_source import read_lark
 from quire.service.errors import RequestError
@@ -227,6 +228,13 @@ def test_bounds_of_schemas_in_tags_are_checked(compiler: StructuredOutputCompile
     structures = [{"begin": "<", "end": ">", "schema": schema}]
     reason = "the keyword exclusiveMaximum at #/structures/0/schema is -1e+19"
     assert refusal(compiler, tag(structures=structures, triggers=["<"])).startswith(reason)
+
+
+def test_terminals_that_double_are_refused() -> None:
+    """Compiling 300 of them took 1.8 s, and 3,000 held the whole process."""
+    terminals = "".join(f"R{at}: R{at + 1} R{at + 1}\n" for at in range(30))
+    with pytest.raises(FormatError, match="has the terminal R0, which is more than 100000 parts"):
+        grammar_to_lark(f'start: R0\n{terminals}R30: "a"')
 
 
 @pytest.mark.timeout(20)
