@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gateway_svc.generation import output_parsing
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.output_formats.formats import HARMONY, JSON
-from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
+from gateway_svc.output_formats.guided import GuidedTool, Node, UnguidedError, structural_tag
 from gateway_svc.structured.compiler import CompiledFormat, StructuredOutputCompiler
 from gateway_svc.structured.json_schemas import num_schema_quantifiers
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS
@@ -49,23 +49,21 @@ async def build(
     gets its share of the threads."""
     params, conversation, field = request.sampling_params, request.conversation, _TOOLS
     # The output of a forced call has no content, which a format is that of.
-    if params.HasField("structured_output") and not output_parsing.is_forced(conversation):
-        if chat_messages.offers_tools(conversation):
-            raise invalid(
-                _FORMAT,
-                "FORMAT_WITH_TOOLS",
-                "is set together with tools that the model may call; set tool_choice to none",
-            )
+    has_format = params.HasField("structured_output") and not output_parsing.is_forced(conversation)
+    if has_format:
+        # With tools as well, so that a refusal names its field.
         compiled = await model.structured.compile(_FORMAT, params.structured_output, principal)
+    if has_format and not chat_messages.offers_tools(conversation):
         field = f"{_FORMAT}.{params.structured_output.WhichOneof('format')}"
-    elif output_parsing.is_guided(conversation) and parsing is not None:
+    elif parsing is not None and (has_format or output_parsing.is_guided(conversation)):
         if params.ignore_eos:
             raise invalid(
                 "sampling_params.ignore_eos",
                 "IGNORE_EOS_WITH_FORMAT",
                 "is set, but calls of tools that follow their schemas end the output; leave it out",
             )
-        compiled = await _of_tools(conversation, model, parsing, principal)
+        content = _content(params.structured_output) if has_format else None
+        compiled = await _of_tools(conversation, model, parsing, principal, content)
         if parsing.tool_format == HARMONY:
             # It has the reasoning, too.
             return OutputGrammar(compiled, field)
@@ -81,7 +79,9 @@ async def _of_tools(
     model: Model,
     parsing: gateway_pb2.OutputParsing,
     principal: str,
+    content: Node | None,
 ) -> CompiledFormat:
+    """The grammar of calls, and of `content`, which the model may write instead."""
     is_named = conversation.tool_choice.WhichOneof("choice") == "name"
     is_forced = output_parsing.is_forced(conversation)
     tools = _guided_tools(conversation, is_forced)
@@ -94,6 +94,7 @@ async def _of_tools(
             is_forced,
             is_single=is_named or parsing.single_call,
             follows_reasoning=bool(parsing.reasoning_format),
+            content=content,
         )
         output = StructuredOutput(structural_tag=tag)
         return await model.structured.compile(_TOOLS, output, principal)
@@ -102,6 +103,28 @@ async def _of_tools(
     except RequestError as error:
         await _refuse_schema(tools, model.structured, principal)
         raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
+
+
+def _content(output: StructuredOutput) -> Node:
+    """A format that was compiled, as one of a structural tag."""
+    match name := output.WhichOneof("format"):
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(output.json_schema)}
+        case "json_object":
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex":
+            return {"type": "regex", "pattern": output.regex}
+        case "grammar":
+            return {"type": "grammar", "grammar": output.grammar}
+        case "choice":
+            texts = [{"type": "const_string", "value": text} for text in output.choice.texts]
+            return {"type": "or", "elements": texts}
+    raise invalid(
+        f"{_FORMAT}.{name}",
+        "FORMAT_WITH_TOOLS",
+        "is set together with tools that the model may call; set tool_choice to none, or describe "
+        "the calls in the tag",
+    )
 
 
 def _guided_tools(

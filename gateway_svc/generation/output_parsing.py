@@ -51,9 +51,13 @@ def is_guided(conversation: conversation_pb2.Conversation) -> bool:
 
 
 def choose(
-    conversation: conversation_pb2.Conversation, formats: ModelFormats, rendered: str
+    conversation: conversation_pb2.Conversation,
+    formats: ModelFormats,
+    rendered: str,
+    has_format: bool = False,
 ) -> gateway_pb2.OutputParsing | None:
-    """How the output that follows a rendered prompt is split; None if it is all content."""
+    """How the output that follows a rendered prompt is split; None if it is all content.
+    `has_format`: content follows a format, in which it may begin like a call."""
     offers_tools = chat_messages.offers_tools(conversation)
     tool_format = (formats.tools or JSON) if offers_tools else None
     reasoning_format = formats.reasoning
@@ -72,7 +76,7 @@ def choose(
         tool_format=tool_format or "",
         reasoning_format=reasoning_format or "",
         reasoning_is_open=is_open,
-        guided=is_guided(conversation),
+        guided=is_guided(conversation) and (not has_format or is_forced(conversation)),
         single_call=not conversation.parallel_tool_calls
         and conversation.HasField("parallel_tool_calls"),
         omit_reasoning=not conversation.include_reasoning

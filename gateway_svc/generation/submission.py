@@ -194,7 +194,10 @@ async def _tokenize(
             output_parsing.check_tool_format(request.conversation, model.formats)
             rendered = await model.render(request.conversation)
             validation.check_text("conversation", rendered, limits)
-            parsing = output_parsing.choose(request.conversation, model.formats, rendered)
+            has_format = request.sampling_params.HasField("structured_output")
+            parsing = output_parsing.choose(
+                request.conversation, model.formats, rendered, has_format
+            )
             token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing

@@ -57,14 +57,23 @@ def structural_tag(
     is_forced: bool,
     is_single: bool,
     follows_reasoning: bool = False,
+    content: Node | None = None,
 ) -> str:
     """The format of an output with calls of these tools, as JSON: only calls if they are forced,
-    else text in which each call follows its schema. UnguidedError if a tool cannot be guided."""
+    either calls or `content` if it is given, else text in which each call follows its schema.
+    UnguidedError if a tool cannot be guided."""
     form = _form(tool_format, template)
-    tags = [_tag(form, tool) for tool in tools]
-    node = _calls(form, tags, is_single) if is_forced else _free(form, tags, is_single)
+    # Content may begin as a call does that has no marker.
+    is_bare = content is not None and not form.trigger and tool_format != HARMONY
+    tags = [_json_call(tool) if is_bare else _tag(form, tool) for tool in tools]
     if tool_format == HARMONY:
-        node = _harmony(tags, is_forced)
+        node = _harmony(tags, is_forced, content or _ANY_TEXT)
+    elif is_forced:
+        node = _calls(form, tags, is_single)
+    elif content is not None:
+        node = {"type": "or", "elements": [_calls(form, tags, is_single), content]}
+    else:
+        node = _free(form, tags, is_single)
     if follows_reasoning:
         node = _sequence({"type": "regex", "pattern": "\\n{0,2}"}, node)
     return json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
@@ -144,6 +153,34 @@ def _tag(form: _Form, tool: GuidedTool) -> Node:
     }
 
 
+def _json_call(tool: GuidedTool) -> Node:
+    """A call that is JSON as a whole, so that its parts are not told apart from other JSON before
+    they differ."""
+    parameters = _moved(_closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
+    properties = {"name": {"const": tool.name}, "parameters": parameters}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": "", "content": content, "end": ""}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with references within itself, for this place in another one."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result = {keyword: _moved(value, place) for keyword, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        result["$ref"] = place + reference[1:]
+    return result
+
+
 def _closed(schema: Mapping[str, Any]) -> Any:
     """The schema without properties that it does not name, unless it says what these are: a model
     that is held to a schema would add some. All values follow the given schema; one in which
@@ -220,7 +257,7 @@ def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": [block]}
 
 
-def _harmony(tags: list[Node], is_forced: bool) -> Node:
+def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:
     """Messages: reasoning and a preamble if the model writes them, then a call or the response.
     Markers are special tokens, which are no text."""
     begin, end = f"{harmony.CHANNEL}{{}}{harmony.MESSAGE}", f"{harmony.END}{harmony.START}assistant"
@@ -230,7 +267,7 @@ def _harmony(tags: list[Node], is_forced: bool) -> Node:
     ]
     ends = [*tags]
     if not is_forced:
-        ends.append(_sequence(_text(begin.format("final")), _ANY_TEXT))
+        ends.append(_sequence(_text(begin.format("final")), content))
     return _sequence(*before, {"type": "or", "elements": ends})
 
 

@@ -22,7 +22,7 @@ from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1.conversation_pb2 import Conversation, Message, Tool, ToolCall, ToolChoice
-from quire.v1.structured_output_pb2 import StructuredOutput
+from quire.v1.structured_output_pb2 import JsonObject, StructuredOutput, Texts
 
 STOP = scheduler_pb2.END_REASON_STOP_TOKEN
 TOOLS = [
@@ -251,6 +251,29 @@ async def test_a_grammar_holds_calls_to_their_schemas(tools: Stack, change: dict
     call.cancel()
 
 
+FORMATS = {
+    "schema": StructuredOutput(json_schema='{"type": "object", "properties": {"c": {}}}'),
+    "object": StructuredOutput(json_object=JsonObject()),
+    "regex": StructuredOutput(regex="c+"),
+    "choice": StructuredOutput(choice=Texts(texts=["c", "d"])),
+    "grammar": StructuredOutput(grammar='start: "c" | "d"'),
+}
+
+
+async def test_content_follows_its_format_where_no_tool_is_called(tools: Stack) -> None:
+    for name, output in FORMATS.items():
+        params = pb.SamplingParams(structured_output=output)
+        wanted = pb.GenerateRequest(conversation=conversation(), sampling_params=params)
+        call = tools.inference.Generate(wanted)
+        sent = await tools.scheduler.submissions.get()
+        grammar = logits_pb2.LogitsParams.FromString(sent.params.logits_params).grammar
+        assert "tool_call" in grammar.definition, name
+        assert list(grammar.begins_after_token_ids) == tools.encode("</think>")
+        # Content may begin like a call, so that one is certain at its end only.
+        assert not state_of(sent).parsing.guided
+        call.cancel()
+
+
 async def test_guided_arguments_are_objects(tools: Stack) -> None:
     schema = '{"anyOf": [{"type": "integer"}, {"type": "object"}]}'
     wanted = conversation(tools=[Tool(name="a", parameters=schema)], tool_choice=REQUIRED)
@@ -293,7 +316,8 @@ async def test_guided_arguments_are_sent_as_they_come(tools: Stack) -> None:
     assert len([part for part in parts if part]) > 3
 
 
-REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"unevaluatedItems": false}}}')
+REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"not": {"type": "null"}}}}')
+TAG = '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'
 
 
 @pytest.mark.parametrize(
@@ -337,12 +361,18 @@ REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"unevaluatedIt
         ),
         (
             {},
-            pb.SamplingParams(structured_output=StructuredOutput(regex="a")),
-            "sampling_params.structured_output",
+            pb.SamplingParams(structured_output=StructuredOutput(structural_tag=TAG)),
+            "sampling_params.structured_output.structural_tag",
             "FORMAT_WITH_TOOLS",
         ),
+        (
+            {},
+            pb.SamplingParams(structured_output=StructuredOutput(regex="(")),
+            "sampling_params.structured_output.regex",
+            "INVALID_FORMAT",
+        ),
     ],
-    ids=["schema", "quantifiers", "type", "no object", "ignore_eos", "format"],
+    ids=["schema", "quantifiers", "type", "no object", "ignore_eos", "tag", "regex"],
 )
 async def test_what_cannot_be_guided_is_refused(
     tools: Stack, change: dict[str, Any], params: pb.SamplingParams, field: str, reason: str

@@ -148,6 +148,47 @@ def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
         assert accepts(grammar, are_special, one) == is_valid, one
 
 
+@pytest.mark.parametrize(
+    ("name", "are_special"),
+    [(name, are) for name in FREE for are in (False, True) if are or name != "harmony"],
+)
+def test_either_calls_or_content_that_follows_a_format(name: str, are_special: bool) -> None:
+    begin = "<|channel|>final<|message|>" if name == "harmony" else ""
+    content = {"type": "json_schema", "json_schema": {"properties": {"name": {"type": "string"}}}}
+    call = FREE[name].removeprefix("So:").lstrip()
+    for one, is_valid in [
+        (call, True),
+        # Without a marker it is content, which may have more properties.
+        (call.replace("Bern", "Rome"), name == "llama3"),
+        (begin + '{"name": "weather", "more": 1}', True),
+        (begin + '{"name": 1}', False),
+        (begin + "So.", False),
+    ]:
+        grammar = matcher(are_special, name, "", TOOLS, False, False, content=content)
+        assert accepts(grammar, are_special, one) == is_valid, one
+    parser = OutputParser(ParserOptions(name, None, False, Tools(SCHEMAS)))
+    text = begin + '{"name": "weather", "more": 1}'
+    pieces = [*parser.push(text), *parser.flush()]
+    contents = [piece.text for piece in pieces if isinstance(piece, Content)]
+    assert len(contents) == len(pieces)
+    assert begin + "".join(contents) == text
+
+
+def test_a_bare_call_keeps_references_within_its_schema() -> None:
+    days = {"type": "integer", "minimum": 1}
+    schema = {"properties": {"days": {"$ref": "#/$defs/days"}}, "$defs": {"days": days}}
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    for text, is_valid in [
+        ('{"name": "f", "parameters": {"days": 2}}', True),
+        ('{"name": "f", "parameters": {"days": 2}}; {"name": "f", "parameters": {}}', True),
+        ('{"name": "f", "parameters": {"days": 0}}', False),
+        ("5", True),
+    ]:
+        tools = [GuidedTool("f", {**schema, "type": "object"})]
+        grammar = matcher(False, "llama3", "", tools, False, False, content=content)
+        assert accepts(grammar, False, text) == is_valid, text
+
+
 def test_properties_that_a_schema_does_not_name_are_not_generated() -> None:
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
     schema = {"type": "object", "properties": {"one": inner, "any": {"type": "object"}}}
