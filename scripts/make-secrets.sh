@@ -7,9 +7,21 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-in_file=
-[[ ! -f .env ]] || in_file=$(sed -n 's/^REDIS_PASSWORD_FILE=//p' .env | tail -n 1)
+# The value in .env as Compose reads it: in quotes, or up to a comment.
+value_in_file() {
+  [[ ! -f .env ]] || tr -d '\r' <.env \
+    | sed -nE 's/^(export +)?REDIS_PASSWORD_FILE *= *//p' | tail -n 1 \
+    | sed -E "s/^\"([^\"]*)\".*/\1/; t; s/^'([^']*)'.*/\1/; t; s/ +(#.*)?\$//"
+}
+
+in_file=$(value_in_file)
 file=${REDIS_PASSWORD_FILE:-${in_file:-secrets/redis-password}}
+# Compose replaces a leading ~ itself.
+[[ $file != "~/"* ]] || file=$HOME/${file#"~/"}
+if [[ -d $file ]]; then
+  echo "$file is a folder: remove it, or name a file in REDIS_PASSWORD_FILE" >&2
+  exit 1
+fi
 [[ ! -s $file ]] || exit 0
 
 folder=$(dirname "$file")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -97,3 +98,31 @@ def test_no_password_is_made_where_other_users_could_read_it(tmp_path: Path) -> 
     assert made.returncode == 1
     assert "chmod 700" in made.stderr
     assert list((tmp_path / "open").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('REDIS_PASSWORD_FILE="of redis/pw" # the file', "of redis/pw"),
+        ("REDIS_PASSWORD_FILE='of redis/pw'", "of redis/pw"),
+        ("export REDIS_PASSWORD_FILE = kept/pw # the file", "kept/pw"),
+        ("REDIS_PASSWORD_FILE=kept/pw\r", "kept/pw"),
+        ("REDIS_PASSWORD_FILE=~/kept/pw", "home/kept/pw"),
+        ("REDIS_PASSWORD_FILE=", "secrets/redis-password"),
+    ],
+)
+def test_the_password_is_where_compose_looks_for_it(
+    tmp_path: Path, line: str, expected: str
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "make-secrets.sh", tmp_path / "scripts")
+    (tmp_path / ".env").write_text(line + "\n", newline="")
+    environment = {k: v for k, v in os.environ.items() if k != "REDIS_PASSWORD_FILE"}
+    subprocess.run([script], env=environment | {"HOME": str(tmp_path / "home")}, check=True)
+    assert (tmp_path / expected).is_file()
+
+
+def test_a_folder_is_no_password(tmp_path: Path) -> None:
+    made = make_secrets(tmp_path)
+    assert made.returncode == 1
+    assert f"{tmp_path} is a folder" in made.stderr
