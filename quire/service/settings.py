@@ -6,7 +6,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
@@ -63,6 +70,16 @@ class ServiceSettings(BaseSettings):
         description="A second address, host:port or unix:/path, that serves only grpc.health.v1 "
         "and has no TLS, for probes without certificates; off if absent.",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_a_value(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse an empty path, which would be the working directory, and an empty name. A variable
+        is empty where a file of variables has no value for it."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if value == "" and kind in (Path | None, str | None):
+            raise ValueError("must not be empty; leave it out for the default")
+        return value
 
     @model_validator(mode="after")
     def _has_usable_tls(self) -> Self:

@@ -13,6 +13,7 @@ class ExampleSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_EXAMPLE_", cli_prog_name="quire-example")
 
     listen: Address
+    revision: str | None = None
 
 
 def refusal(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -43,6 +44,16 @@ def test_a_password_is_in_no_message(
 def test_a_missing_setting_is_named_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal([], capsys)
     assert message == "quire-example: --listen / QUIRE_EXAMPLE_LISTEN: Field required\n"
+
+
+@pytest.mark.parametrize("name", ["address_file", "tls_cert", "revision"])
+def test_an_empty_variable_is_no_path_and_no_name(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variable = f"QUIRE_EXAMPLE_{name.upper()}"
+    monkeypatch.setenv(variable, "")
+    message = refusal(["--listen=a:1"], capsys)
+    assert f"{variable}: must not be empty; leave it out for the default (got '')" in message
 
 
 def test_a_log_level_may_be_written_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
