@@ -39,6 +39,14 @@ def test_ports_are_published_on_loopback_unless_a_variable_says_otherwise() -> N
     assert len(ports) == len(set(hosts)) == 6
 
 
+@pytest.mark.parametrize("file", ["docker-compose.yml", "docker-compose.tls.yml"])
+def test_redis_has_its_append_only_file_alone(file: str) -> None:
+    redis = yaml.safe_load((ROOT / file).read_text())["services"]["redis"]
+    lines = redis["command"][2].splitlines()
+    # After a snapshot that failed Redis would refuse writes.
+    assert {"appendonly yes", 'save ""'} <= set(lines)
+
+
 @pytest.mark.parametrize("name", ["gateway", "gateway-2"])
 def test_a_gateway_is_stopped_before_the_workers_that_serve_its_requests(name: str) -> None:
     assert {"scheduler", "scheduler-2", "worker"} <= SERVICES[name]["depends_on"].keys()

@@ -65,6 +65,7 @@ def test_redis_evicts_nothing_and_does_not_expose_its_password(
     redis = service.the("redis")
     with service.redis() as client:
         assert client.config_get("maxmemory*")["maxmemory-policy"] == "noeviction"
+        assert client.config_get("save") == {"save": ""}
     assert PASSWORD not in docker("inspect", *(c.id for c in service.containers()))
     assert PASSWORD not in Path(f"/proc/{redis.pid}/cmdline").read_text()
     assert PASSWORD not in Path(f"/proc/{redis.pid}/environ").read_text()
