@@ -154,8 +154,8 @@ def _tag(form: _Form, tool: GuidedTool) -> Node:
 
 
 def _json_call(tool: GuidedTool) -> Node:
-    """A call that is JSON as a whole, so that its parts are not told apart from other JSON before
-    they differ."""
+    """A call that is JSON as a whole, so that it and other JSON are read alike up to where they
+    differ."""
     parameters = _moved(_closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
     properties = {"name": {"const": tool.name}, "parameters": parameters}
     schema = {

@@ -18,6 +18,8 @@ _KEEPALIVE: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # For handshakes over long distances.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 _EXPECTED = "host:port or unix:/path"

@@ -20,6 +20,8 @@ def channel_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> _Options:
         ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # The least time that a connection may take to be made; those to addresses that do not
+        # respond take as long to fail.
+        ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]

@@ -35,6 +35,7 @@ def pull(tmp_path: Path, endpoint: str, *arguments: str, **environment: str):
     )
 
 
+@pytest.mark.slow
 def test_the_files_of_all_services_are_downloaded_once(hub, tmp_path):
     result = pull(tmp_path, hub.url, HUB_MODEL)
     # Without a terminal there are no progress bars.

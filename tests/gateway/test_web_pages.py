@@ -67,6 +67,7 @@ async def start(settings_for: SettingsFor) -> AsyncIterator[Start]:
         await gateway.stop()
 
 
+@pytest.mark.slow
 async def test_a_foreign_page_cannot_send_a_form(http: Http) -> None:
     paths = ("/v1/completions", "/v1/responses", "/tokenize", "/v1/responses/resp_x/cancel")
     for origin, kind, path in itertools.product(FOREIGN, (*FORM_TYPES, None), paths):

@@ -134,6 +134,7 @@ async def test_waiting_requests_move_and_end_elsewhere(shards: TwoShards) -> Non
     assert all(x.is_whole for x in stayed)
 
 
+@pytest.mark.slow
 async def test_a_request_without_a_client_moves_too(shards: TwoShards, redis_client) -> None:
     first, second = shards.first, shards.second
     for number in range(8):
@@ -211,6 +212,7 @@ async def moved_once(shards: TwoShards) -> tuple[Received, Received]:
     return received, again
 
 
+@pytest.mark.slow
 async def test_an_unreadable_entry_ends_no_leader(shards: TwoShards, redis_client) -> None:
     inbox = ShardKeys(1).inbox
     redis_client.rpush(inbox, b"", b"+", b"+nonsense", b"?" * 40)

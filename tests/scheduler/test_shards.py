@@ -246,6 +246,7 @@ async def test_the_number_of_shards_is_raised_while_requests_run(stack: Stack) -
         assert info_of(caught.value).reason == "NUM_SHARDS_OUT_OF_RANGE"
 
 
+@pytest.mark.slow
 async def test_no_shard_is_lost_when_the_map_is_lost_while_no_scheduler_runs(
     stack: Stack, redis_client: redis.Redis
 ) -> None:

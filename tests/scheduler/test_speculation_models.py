@@ -84,6 +84,7 @@ def room_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftPrice, "of", lambda *_: FREE)
 
 
+@pytest.mark.slow
 async def test_prompt_lookup_changes_no_token(
     redis_url: str, sockets: Path, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from grpc_status import rpc_status
 from hpack import Encoder
 from waiting import until
 
-from quire.service.channels import INTERNAL_MESSAGE_BYTES
+from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.errors import abort, unavailable
 from quire.service.health import Health
 from quire.service.http2 import frames
@@ -754,3 +754,31 @@ def test_it_runs_on_the_loop_of_the_service(tmp_path: Path) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+async def test_a_connection_may_take_as_long_as_to_a_distant_client() -> None:
+    async with (
+        serving() as stack,
+        delayed(stack.address, 0.15) as address,
+        open_aio_channel(address, channel_options(), None) as other,
+    ):
+        assert await _code_of(other.unary_unary(f"/{SERVICE}/Fail")(b"")) is StatusCode.UNKNOWN
+
+
+@asynccontextmanager
+async def delayed(address: str, delay_s: float) -> AsyncIterator[str]:
+    """A proxy for the address that passes everything on late, in both directions."""
+    host, _, port = address.rpartition(":")
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(2**16):
+            asyncio.get_running_loop().call_later(delay_s, writer.write, data)
+        asyncio.get_running_loop().call_later(delay_s, writer.close)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_server = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pass_on(reader, to_server[1]), pass_on(to_server[0], writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -14,6 +14,7 @@ print(*{name.partition(".")[0] for name in sys.modules})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch may use a GPU")
 def test_a_worker_on_a_cpu_imports_neither_triton_nor_transformers() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama(), tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.slow
 async def test_serves_drains_and_stops(model: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/worker.sock"
     flags = (f"--listen={address}", f"--model={model}", "--kv-cache-memory=1MiB")

@@ -66,6 +66,7 @@ async def test_a_worker_that_wakes_up_is_the_newest_streams(tmp_path: Path) -> N
         assert all(beat.last_finished_step < 7 for beat in new.heartbeats)
 
 
+@pytest.mark.slow
 async def test_a_suspended_worker_continues(tmp_path: Path) -> None:
     async with sim_process(tmp_path, "--sim-step-ms=0") as (process, channel):
         lane = LaneClient(worker_pb2_grpc.WorkerServiceStub(channel))

@@ -130,6 +130,7 @@ async def test_longcat_flash_gives_what_transformers_gives(longcat: Path) -> Non
     await check_output(longcat)
 
 
+@pytest.mark.slow
 async def test_a_read_that_the_probe_did_not_show_keeps_all_weights(
     longcat: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

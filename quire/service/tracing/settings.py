@@ -32,10 +32,16 @@ class TracedServiceSettings(ServiceSettings):
         "without any no traces are exported.",
     )
 
+    @field_validator("otlp_traces_endpoint", mode="before")
+    @classmethod
+    def _is_absent_if_empty(cls, value: str | None) -> str | None:
+        """As OpenTelemetry's own variables are."""
+        return value or None
+
     @field_validator("otlp_traces_endpoint")
     @classmethod
     def _is_usable(cls, value: str | None) -> str | None:
-        if not value:
+        if value is None:
             return None
         check_endpoint(value)
         if not is_installed():
