@@ -42,6 +42,7 @@ def run(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_prints_what_it_shows(name: str, address: str) -> None:
     printed = run(name, f"--target={address}")

@@ -285,6 +285,7 @@ def test_sequences_share_the_blocks_of_a_prefix(
 
 @pytest.mark.parametrize("dtypes", [_SINGLE, _HALVES[1], _EIGHT_BITS[0]], ids=str)
 @pytest.mark.parametrize("window", [4, 64])
+@pytest.mark.slow
 def test_rows_that_see_nothing_of_the_first_tile(
     window: int, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:

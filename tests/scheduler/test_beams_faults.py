@@ -121,6 +121,7 @@ async def test_a_search_goes_on_at_another_worker(redis_url, sockets, num_steps)
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "drained"])
 @pytest.mark.parametrize("num_steps", [1, 6])
+@pytest.mark.slow
 async def test_a_new_leader_goes_on_with_a_search(redis_url, sockets, is_killed, num_steps):
     worker = beam_worker(num_blocks=128)
     async with running_stack(redis_url, sockets, {"a": worker}) as stack:

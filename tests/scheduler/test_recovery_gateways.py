@@ -41,6 +41,7 @@ async def test_a_returning_gateway_does_not_take_a_stream_from_the_gateway_of_it
 
 
 @pytest.mark.parametrize("comes_first", ["the old one", "the new one"])
+@pytest.mark.slow
 async def test_the_newer_of_two_streams_receives_the_request_under_the_next_leader(
     redis_url, sockets, comes_first
 ):

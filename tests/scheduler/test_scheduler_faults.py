@@ -163,6 +163,7 @@ DISTORTIONS: dict[str, Callable[[worker_pb2.StepResult], object]] = {
 
 
 @pytest.mark.parametrize("distortion", DISTORTIONS)
+@pytest.mark.slow
 async def test_an_invalid_result_ends_the_lane_and_its_request_continues_if_it_was_the_first(
     redis_url, sockets, distortion
 ):

@@ -131,6 +131,7 @@ async def test_shards_and_workers_are_spread_and_every_shard_serves(stack: Stack
     assert info_of(other.lost).metadata == {"leader": found[0], "num_shards": str(NUM_SHARDS)}
 
 
+@pytest.mark.slow
 async def test_the_shards_of_a_dead_scheduler_go_to_the_others_and_back(stack: Stack) -> None:
     first = stack.member
     stack.start_scheduler()
