@@ -47,6 +47,8 @@ class LeaderWatch:
     def __init__(self, tls: TLS | None, on_lost: Callable[[StoredLeader, bool], None]) -> None:
         # Whether the leader has responded that it leads.
         self.is_watching = False
+        # Why the last attempt has not reached it.
+        self._reason = "no response"
         self._tls = tls
         self._on_lost = on_lost
         self._leader: StoredLeader | None = None
@@ -78,7 +80,12 @@ class LeaderWatch:
 
     def _warn_unless_reached(self, leader: StoredLeader) -> None:
         if not self.is_watching:
-            log.warning("the leader is not reached", address=leader.address, epoch=leader.epoch)
+            log.warning(
+                "the leader is not reached",
+                reason=self._reason,
+                address=leader.address,
+                epoch=leader.epoch,
+            )
 
     async def _watch_until_lost(self, leader: StoredLeader) -> None:
         end = _End.UNREACHED
@@ -102,11 +109,13 @@ class LeaderWatch:
     async def _connect_and_watch(self, leader: StoredLeader, within_s: float | None) -> _End:
         """As `_watch_once`, over a new channel, with the files of TLS as they are now."""
         self.is_watching = False
+        self._reason = "no response"
         options = channel_options(INTERNAL_MESSAGE_BYTES)
         try:
             opened = open_aio_channel(leader.address, options, self._tls)
-        except TLSError:
+        except TLSError as error:
             # Files that are being replaced.
+            self._reason = str(error)
             return _End.UNREACHED
         async with opened as channel:
             stub = leadership_pb2_grpc.LeadershipServiceStub(channel)

@@ -161,8 +161,11 @@ async def test_the_files_of_tls_are_read_at_each_attempt(
     await server.start()
     lost: list[StoredLeader] = []
     watch = LeaderWatch(tls, lambda leader, _: lost.append(leader))
-    watch.watch(replace(watched.leader, address=f"127.0.0.1:{port}"))
-    await asyncio.sleep(0)
+    monkeypatch.setattr(leader_watch, "UNREACHED_S", 0.0)
+    with structlog.testing.capture_logs() as logged:
+        watch.watch(replace(watched.leader, address=f"127.0.0.1:{port}"))
+        await until(lambda: logged, "a warning")
+    assert f"{ca} cannot be read" in logged[0]["reason"]
     # Another authority's, and the right one at last.
     ca.write_bytes((make_certificates(tmp_path / "stranger") / "ca.pem").read_bytes())
     await asyncio.sleep(0)
