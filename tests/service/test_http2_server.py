@@ -769,16 +769,19 @@ async def test_a_connection_may_take_as_long_as_to_a_distant_client() -> None:
 async def delayed(address: str, delay_s: float) -> AsyncIterator[str]:
     """A proxy for the address that passes everything on late, in both directions."""
     host, _, port = address.rpartition(":")
+    writers = list[asyncio.StreamWriter]()
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(2**16):
             asyncio.get_running_loop().call_later(delay_s, writer.write, data)
-        asyncio.get_running_loop().call_later(delay_s, writer.close)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         to_server = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, to_server[1]))
         await asyncio.gather(pass_on(reader, to_server[1]), pass_on(to_server[0], writer))
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    async with server:
+    # From Python 3.12 on, a server that ends waits for its connections, and a client may keep one.
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for writer in writers:
+            writer.close()
