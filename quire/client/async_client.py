@@ -25,7 +25,7 @@ from quire.client.requests import (
     request_output,
     tokenize_request,
 )
-from quire.client.resumable_stream import ResumableStream
+from quire.client.resumable_stream import AioStream, ResumableStream
 from quire.client.retry_policy import (
     CANCEL_TIMEOUT_S,
     RESUME_TIMEOUT_S,
@@ -51,12 +51,6 @@ _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 # The classes cannot be subscripted at run time.
 _StubMethodFor: TypeAlias = "Callable[[str], grpc.aio.UnaryUnaryMultiCallable[_Request, _Response]]"
-_Stream: TypeAlias = (
-    "grpc.aio.UnaryStreamCall[inference_pb2.StreamGenerateRequest,"
-    " inference_pb2.StreamGenerateResponse]"
-    " | grpc.aio.UnaryStreamCall[inference_pb2.ResumeGenerateRequest,"
-    " inference_pb2.ResumeGenerateResponse]"
-)
 
 
 class AsyncClient:
@@ -295,7 +289,7 @@ class AsyncClient:
         finally:
             await self._cancel_unfinished(call, stream)
 
-    def _begin(self, stream: ResumableStream) -> _Stream:
+    def _begin(self, stream: ResumableStream) -> AioStream:
         timeout = stream.retry_policy.begin_attempt()
         stub = self._inference(stream.retry_policy.target)
         request = stream.next_request()
@@ -303,7 +297,7 @@ class AsyncClient:
             return stub.ResumeGenerate(request, timeout=timeout, metadata=self._metadata)
         return stub.StreamGenerate(request, timeout=timeout, metadata=self._metadata)
 
-    async def _cancel_unfinished(self, call: "_Stream | None", stream: ResumableStream) -> None:
+    async def _cancel_unfinished(self, call: "AioStream | None", stream: ResumableStream) -> None:
         if call is not None and not call.done():
             call.cancel()
         elif stream.needs_cancel and not self._closed:
@@ -316,7 +310,13 @@ class AsyncClient:
 
     def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
         timeout = deadline("timeout_s", timeout_s)
-        return RetryPolicy(self._targets, self._resume_timeout_s, timeout, on_break=self._on_break)
+        return RetryPolicy(
+            self._targets,
+            self._resume_timeout_s,
+            timeout,
+            on_break=self._on_break,
+            is_closed=lambda: self._closed,
+        )
 
     def _inference(self, target: str) -> "InferenceServiceAsyncStub":
         """Stubs are reused, because creating one costs as much as a call."""

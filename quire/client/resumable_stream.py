@@ -16,6 +16,13 @@ StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.R
 StreamResponse: TypeAlias = (
     inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
 )
+# A streaming call of asyncio. The classes cannot be subscripted at run time.
+AioStream: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[inference_pb2.StreamGenerateRequest,"
+    " inference_pb2.StreamGenerateResponse]"
+    " | grpc.aio.UnaryStreamCall[inference_pb2.ResumeGenerateRequest,"
+    " inference_pb2.ResumeGenerateResponse]"
+)
 
 
 class ResumableStream:

@@ -132,6 +132,20 @@ async def test_closing_a_client_ends_its_calls_with_an_error(async_client, serve
     assert not any(call.cancelled() for call in calls)
 
 
+async def test_closing_a_client_ends_calls_between_two_attempts(tmp_path):
+    failures = []
+    client = AsyncClient(f"unix:{tmp_path}/none.sock", on_break=failures.append)
+    calls = [
+        asyncio.create_task(client.generate("hello")),
+        asyncio.create_task(anext(client.stream_generate("hello"))),
+    ]
+    await until(lambda: len(failures) >= len(calls), "the first attempts")
+    await client.close()
+    for ended in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(ended, QuireError)
+        assert str(ended) == "CANCELLED: the client is closed"
+
+
 async def test_invalid_arguments_are_refused_at_once(async_client, server):
     with pytest.raises(TypeError, match="prompt: must be"):
         async_client.stream_generate(5)
