@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway_svc.text.chat_template import ChatTemplate
-from quire.service.model_files import TEXT_FILES
+from quire.service.model_files import TEXT_FILES, local_folder
 
 
 class ModelFilesError(Exception):
@@ -51,10 +51,11 @@ def load(model: str, revision: str | None) -> ModelFiles:
 
 
 def _folder(model: str, revision: str | None) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    if model.startswith((".", "/", "~")):
-        raise ModelFilesError(f"{model}: no such folder")
+    try:
+        if (folder := local_folder(model)) is not None:
+            return folder
+    except ValueError as error:
+        raise ModelFilesError(str(error)) from error
     # It takes a tenth of a second to import.
     hub = import_module("huggingface_hub")
     try:

@@ -23,7 +23,7 @@ def pull(
 
     It is stored in the hub's cache, where `quire serve` finds it under the same id.
     """
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         raise ValueError(f"{model}: a folder of this name exists, and would be served in its place")
     if importlib.util.find_spec("huggingface_hub") is None:
         raise ValueError("pull needs huggingface-hub: pip install 'quire[gateway]'")

@@ -143,9 +143,18 @@ def test_missing_and_broken_files_are_named(folder: Path, name: str) -> None:
         model_files.load(str(folder), None)
 
 
-def test_a_missing_folder() -> None:
-    with pytest.raises(ModelFilesError, match=r"\./nowhere: no such folder"):
-        model_files.load("./nowhere", None)
+def test_paths_that_are_no_folders(folder: Path) -> None:
+    for path in ("./nowhere", "/nowhere", "~/nowhere", "~no-such-user/nowhere"):
+        with pytest.raises(ModelFilesError, match=f"^{path}: no such folder$"):
+            model_files.load(path, None)
+    file = folder / "config.json"
+    with pytest.raises(ModelFilesError, match=f"{file}: is a file; give the folder that contains"):
+        model_files.load(str(file), None)
+
+
+def test_a_folder_below_the_users_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert model_files.load(f"~/{folder.name}", None).chat_template is not None
 
 
 @pytest.mark.parametrize(

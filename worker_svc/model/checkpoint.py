@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from quire.service.model_files import local_folder
 from worker_svc.model.download import download
 from worker_svc.model.load_progress import LoadProgress
 
@@ -28,11 +29,11 @@ def find_model(
 ) -> Path:
     """The local folder, else the hub's cache with the files that match. ModelError if the model is
     in neither."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model.startswith("."):
-        raise ModelError(f"{model}: no such folder")
+    try:
+        if (folder := local_folder(model)) is not None:
+            return folder
+    except ValueError as error:
+        raise ModelError(str(error)) from error
     try:
         count_bytes = partial((progress or LoadProgress()).count_bytes, "downloading")
         return download(model, revision, files, count_bytes)
