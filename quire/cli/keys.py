@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from quire.cli.app import report_errors
 from quire.service.api_keys import TENANT_NAME, hash_key, new_key
 
 keys = typer.Typer(name="keys", no_args_is_help=True, help="Make API keys.")
@@ -16,6 +17,7 @@ def options() -> None:
 
 
 @keys.command()
+@report_errors()
 def new(tenant: Annotated[str, typer.Argument(help="The tenant's name in the keys file.")]) -> None:
     """Print a new key, which is not shown again, and the entry for the gateway's keys file."""
     if not re.fullmatch(TENANT_NAME, tenant):

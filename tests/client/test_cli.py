@@ -289,6 +289,20 @@ def test_version(quire):
     assert result.stdout.split()[0] == "quire"
 
 
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        (("generate", "a", "--tls-ca", "ca.pem"), "--tls-ca … generate"),
+        (("serve", "m", "--version"), "--version … serve"),
+        (("models", "--tls-key=k.pem"), "--tls-key … models"),
+    ],
+)
+def test_an_option_of_all_commands_behind_the_command_is_sent_to_its_place(command, place):
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert f"is given before the command: quire {place} …" in result.stderr
+
+
 @pytest.mark.parametrize("option", ["--temperature", "--top-k", "--n", "--priority", "--timeout"])
 def test_an_invalid_number_is_shown(quire, option):
     result = quire("generate", "a", option, "hot")

@@ -1,6 +1,9 @@
 """`quire keys`."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -22,3 +25,11 @@ def test_a_name_that_the_keys_file_refuses_has_no_key() -> None:
         result = CliRunner().invoke(app, ["keys", "new", name])
         assert result.exit_code == 2
         assert "quire-" not in result.output
+
+
+def test_an_output_that_cannot_be_written_is_reported() -> None:
+    command = [sys.executable, "-m", "quire", "keys", "new", "research"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr == "quire: [Errno 28] No space left on device\n"

@@ -22,6 +22,19 @@ class CommandGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _serve_command() if cmd_name == _SERVE else super().get_command(ctx, cmd_name)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Say where an option of all commands, such as `--tls-ca`, has to be."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # Of an unknown option; its class is not public.
+            option = getattr(error, "option_name", None)
+            if not any(option in one.opts for one in self.params):
+                raise
+            example = f"{ctx.command_path} {option} … {ctx.invoked_subcommand} …"
+            message = f"{option} is given before the command: {example}"
+            raise typer.BadParameter(message, ctx) from error
+
 
 class ServeCommand(TyperCommand):
     """Its help omits the flags of services, of which there are many; completion has them."""
