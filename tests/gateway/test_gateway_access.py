@@ -1,6 +1,7 @@
 """API keys and tenants through the gateway's gRPC API."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import model_pb2, tokenizer_pb2
 from quire.v1.beam_search_pb2 import BeamSearchRequest
 
+ROOT = Path(__file__).resolve().parents[2]
 SettingsFor = Callable[..., GatewaySettings]
 LIMITS = """
   weight: 2.5
@@ -366,6 +368,24 @@ async def test_http_needs_the_same_keys(guarded: Stack, keys: Keys) -> None:
         for path in ("/metrics", "/status"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers=headers)).status_code == 403
+
+
+async def test_all_routes_of_http_need_a_key_and_are_documented(guarded: Stack) -> None:
+    """Also those that are added later."""
+    assert guarded.gateway.http is not None
+    page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
+    described = {re.sub(r"{\w+}", "x", route) for route in re.findall(r"`([A-Z]+ /[^`]*)`", page)}
+    base_url = f"http://{guarded.gateway.http.address}"
+    async with httpx2.AsyncClient(base_url=base_url) as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        routes = [(method.upper(), path) for path in paths for method in paths[path]]
+        assert len(routes) > 10
+        for method, template in routes:
+            path = re.sub(r"{\w+}", "x", template)
+            is_open = path in ("/health", "/ready", "/version")
+            response = await client.request(method, path)
+            assert (response.status_code == 401) is not is_open, f"{method} {template}"
+            assert f"{method} {path}" in described
 
 
 async def test_a_tenant_holds_at_most_half_of_the_request_bytes(
