@@ -26,6 +26,8 @@ _P = TypeVar("_P")
 _ACCESS = tuple(
     f"QUIRE_GATEWAY_{name}" for name in ("API_KEYS", "TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
 )
+# Settings of a worker that a stack has its own values for.
+_SET_BY_STACK = ("listen", "health_listen", "address_file", "progress_file")
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
 
@@ -53,8 +55,8 @@ class LLM:
         as `block_size=32` or `dtype="bfloat16"`; None is the default. `api_key` and `tls` are
         for a running server.
 
-        ValueError without a model and a target, for a setting with a target, or for an API key or
-        TLS without one. LaunchError if the stack does not start.
+        ValueError without a model and a target, for a setting with a target or one that the stack
+        sets, or for an API key or TLS without a target. LaunchError if the stack does not start.
         """
         if model is None and target is None:
             raise ValueError("LLM needs a model to start or the target of a running server")
@@ -64,6 +66,9 @@ class LLM:
         if target is None and (api_key is not None or tls is not None):
             raise ValueError("api_key and tls are for the target of a running server")
         given = {name: value for name, value in worker_settings.items() if value is not None}
+        for name in _SET_BY_STACK:
+            if target is None and name in given:
+                raise ValueError(f"{name}: is set by LLM itself (got {given[name]!r})")
         stack = None
         if target is not None:
             _refuse_settings(

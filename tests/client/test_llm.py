@@ -1,6 +1,7 @@
 import pytest
 
 from quire import LLM, QuireError, SamplingParams
+from quire.launcher.service_settings import service_settings
 
 
 @pytest.fixture
@@ -138,6 +139,16 @@ def test_a_running_server_cannot_be_configured(server, setting):
         ValueError, match=f"settings of a running server cannot be set: {next(iter(setting))}"
     ):
         LLM(target=server.target, **setting)
+
+
+def test_settings_that_a_stack_sets_are_refused():
+    """They had no effect."""
+    of_worker = [one for one in service_settings() if one.service == "worker" and one.reserved]
+    names = {one.name for one in of_worker} - {"model", "revision"}
+    assert "listen" in names
+    for name in names:
+        with pytest.raises(ValueError, match=rf"{name}: is set by LLM itself \(got 'x'\)"):
+            LLM("model", **{name: "x"})
 
 
 def test_a_setting_that_is_none_is_not_set(server):
