@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 
 from quire.client.arguments import deadline
-from quire.client.errors import CancelledError, QuireError
+from quire.client.errors import CancelledError, DeadlineExceededError, QuireError
 from quire.client.targets import Targets
 
 # Twice the time in which a service restarts.
@@ -79,7 +79,7 @@ class RetryPolicy:
         left_s = max(0.0, self._deadline_s - self._attempted_s)
         if left_s == 0.0 and self._last_error is not None:
             message = f"no time is left for a retry after {self._last_error}"
-            raise QuireError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+            raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, message)
         return left_s
 
     def record_progress(self) -> None:

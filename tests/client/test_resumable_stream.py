@@ -28,6 +28,7 @@ from waiting import until
 from quire import (
     AsyncClient,
     Client,
+    DeadlineExceededError,
     Logprob,
     NotFoundError,
     QuireError,
@@ -216,7 +217,7 @@ def test_a_deadline_between_attempts_ends_the_request(gateways, stream, monkeypa
     # The delay of the retry ends at the deadline: during an attempt the server itself would see it.
     monkeypatch.setattr("quire.client.retry_policy._FIRST_BACKOFF_S", 60.0)
     gateway = gateways(ScriptedCall(BROKEN, after=0))
-    with pytest.raises(QuireError) as caught:
+    with pytest.raises(DeadlineExceededError) as caught:
         stream(gateway.target, timeout_s=1.0, request_id="mine")
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert gateway.cancelled_ids == ["mine"]
@@ -328,7 +329,7 @@ def test_concurrent_calls_are_retried_independently(gateways):
 
 def test_a_unary_request_has_one_deadline(gateways):
     gateway = gateways(*[ScriptedCall(BROKEN)] * 100)
-    with Client(gateway.target) as client, pytest.raises(QuireError) as caught:
+    with Client(gateway.target) as client, pytest.raises(DeadlineExceededError) as caught:
         client.generate("hello", timeout_s=0.3)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
