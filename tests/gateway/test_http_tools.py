@@ -123,6 +123,37 @@ async def test_effort_of_reasoning_reaches_the_template(tools: Http) -> None:
         assert (await sending).json()["choices"][0]["message"]["content"] == "So."
 
 
+async def test_hints_of_caching_change_no_token(tools: Http) -> None:
+    """As litellm, Cline and opencode send them, and OpenAI's own."""
+    hint = {"cache_control": {"type": "ephemeral"}}
+    breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    options = {"prompt_cache_options": {"mode": "implicit"}, "prompt_cache_retention": "24h"}
+    prompts = []
+    for message, part, fields in (({}, {}, {}), (hint, {**hint, **breakpoint_}, options)):
+        messages = [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief.", **part}]},
+            {**USER, **message},
+            {"role": "assistant", "tool_calls": [{**call("weather", "{}"), **message}]},
+            {
+                "role": "tool",
+                "tool_call_id": "c",
+                "content": [{"type": "text", "text": "b", **part}],
+            },
+        ]
+        functions = [
+            {**tool, "function": {**tool["function"], **message}, **message} for tool in TOOLS
+        ]
+        sending = tools.start(PATH, {"messages": messages, "tools": functions, **fields})
+        prompts.append(await write(tools, "ok"))
+        assert (await sending).status_code == 200
+        text = {"type": "input_text", "text": "a", **part}
+        body = {"input": [{"role": "user", "content": [text]}], "tools": RESPONSE_TOOLS, **fields}
+        sending = tools.start("/v1/responses", body)
+        prompts.append(await write(tools, "ok"))
+        assert (await sending).status_code == 200
+    assert prompts[2:] == prompts[:2]
+
+
 async def test_the_prompt_of_tools_is_tokenized(tools: Http) -> None:
     body = {"messages": [USER], "tools": TOOLS}
     response = await tools.client.post("/tokenize", json=body)

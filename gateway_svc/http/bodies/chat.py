@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway_svc.http.bodies.fields import (
+    CacheRetention,
     Count,
     GenerationMessage,
+    Hint,
     HttpRequest,
     message_type,
     struct_of,
@@ -36,6 +38,9 @@ class TextPart(HttpRequest):
     # Of output that a client sends back.
     annotations: unsupported([]) = None  # type: ignore[valid-type]
     logprobs: unsupported([]) = None  # type: ignore[valid-type]
+    # Where a prefix to cache ends, in Anthropic's and in OpenAI's form.
+    cache_control: Hint | None = None
+    prompt_cache_breakpoint: Hint | None = None
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
@@ -58,6 +63,7 @@ class ChatMessage(HttpRequest):
     annotations: unsupported([]) = None  # type: ignore[valid-type]
     # litellm's copy of the output's fields that it does not know; it changes nothing.
     provider_specific_fields: dict[str, Any] | None = None
+    cache_control: Hint | None = None
 
     def to_proto(self) -> conversation_pb2.Message:
         return conversation_pb2.Message(
@@ -79,6 +85,8 @@ class ChatRequest(SamplingFields):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Hint | None = None
+    prompt_cache_retention: CacheRetention | None = None
 
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -103,8 +111,6 @@ class ChatRequest(SamplingFields):
     modalities: unsupported(["text"]) = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
     prediction: unsupported() = None  # type: ignore[valid-type]
-    prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
-    prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
     service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
     store: unsupported(False) = None  # type: ignore[valid-type]
     verbosity: unsupported("medium") = None  # type: ignore[valid-type]

@@ -1,7 +1,7 @@
 """Types of the fields of HTTP requests, and how their values reach the messages."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from google.protobuf import struct_pb2
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -38,6 +38,10 @@ def check_depth(value: Any) -> Any:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
+# What a client knows about caching and speed. It changes nothing: every prefix is cached.
+Hint = dict[str, Any]
+# OpenAI's reference has written the first one with a hyphen, too.
+CacheRetention = Literal["in_memory", "in-memory", "24h"]
 
 
 class HttpRequest(BaseModel):

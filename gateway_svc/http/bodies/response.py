@@ -6,8 +6,10 @@ from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, conversation
 from gateway_svc.http.bodies.fields import (
+    CacheRetention,
     Count,
     GenerationMessage,
+    Hint,
     HttpRequest,
     message_type,
     replaced_by,
@@ -66,6 +68,8 @@ class ResponseRequest(LogitsFields):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Hint | None = None
+    prompt_cache_retention: CacheRetention | None = None
 
     # As vLLM has them.
     top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
@@ -84,8 +88,6 @@ class ResponseRequest(LogitsFields):
     moderation: unsupported() = None  # type: ignore[valid-type]
     previous_response_id: replaced_by("input with the earlier items") = None  # type: ignore[valid-type]
     prompt: unsupported() = None  # type: ignore[valid-type]
-    prompt_cache_options: unsupported() = None  # type: ignore[valid-type]
-    prompt_cache_retention: unsupported("in_memory") = None  # type: ignore[valid-type]
     service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
     stream_options: unsupported({"include_obfuscation": False}) = None  # type: ignore[valid-type]
     truncation: unsupported("disabled") = None  # type: ignore[valid-type]

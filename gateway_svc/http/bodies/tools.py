@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.fields import HttpRequest, JsonObject
+from gateway_svc.http.bodies.fields import Hint, HttpRequest, JsonObject
 from quire.v1 import conversation_pb2
 
 MAX_TOOLS = 128
@@ -20,6 +20,7 @@ class FunctionTool(HttpRequest):
     # The JSON Schema of its arguments.
     parameters: JsonObject | None = None
     strict: bool | None = None
+    cache_control: Hint | None = None
 
     def to_proto(self) -> conversation_pb2.Tool:
         return conversation_pb2.Tool(
@@ -33,6 +34,7 @@ class FunctionTool(HttpRequest):
 class ChatTool(HttpRequest):
     type: Literal["function"]
     function: FunctionTool
+    cache_control: Hint | None = None
 
 
 class FunctionName(HttpRequest):
@@ -64,6 +66,7 @@ class ChatToolCall(HttpRequest):
     function: FunctionCall
     # Of deltas that a client has put together.
     index: int | None = None
+    cache_control: Hint | None = None
 
     def to_proto(self) -> conversation_pb2.ToolCall:
         return conversation_pb2.ToolCall(
