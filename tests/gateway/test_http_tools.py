@@ -87,8 +87,20 @@ async def test_the_official_client_assembles_streamed_calls(tools: Http) -> None
         reading = asyncio.create_task(read())
         await write(tools, OUTPUT)
         names, completion = await reading
-    assert names == ["weather", "now"]
-    [choice] = completion.choices
+        assert names == ["weather", "now"]
+        [choice] = completion.choices
+        # Its messages have fields for what it has parsed, also where it sends them back.
+        message: Any = choice.message
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+            for call in choice.message.tool_calls or ()
+        ]
+        again, prompt = await asyncio.gather(
+            client.chat.completions.create(model="tiny", messages=[USER, message, *results]),
+            write(tools, "ok"),
+        )
+        assert again.choices[0].message.content == "ok"
+        assert f'"arguments": {ARGUMENTS}' in prompt
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "So: "
     for call in choice.message.tool_calls:

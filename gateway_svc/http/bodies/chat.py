@@ -63,6 +63,8 @@ class ChatMessage(HttpRequest):
     annotations: unsupported([]) = None  # type: ignore[valid-type]
     # litellm's copy of the output's fields that it does not know; it changes nothing.
     provider_specific_fields: dict[str, Any] | None = None
+    # Of OpenAI's client for Python: the content once more, as an object.
+    parsed: Any = None
     cache_control: Hint | None = None
 
     def to_proto(self) -> conversation_pb2.Message:

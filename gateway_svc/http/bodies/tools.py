@@ -56,6 +56,8 @@ class FunctionCall(HttpRequest):
     name: str
     # A JSON object, as the output has it.
     arguments: str | None = None
+    # Of OpenAI's client for Python: the arguments once more, as an object.
+    parsed_arguments: Any = None
 
 
 class ChatToolCall(HttpRequest):
