@@ -168,7 +168,7 @@ for _ in range(50):
             "chat_template_kwargs.messages",
             "reserved_variable",
         ),
-        ({"store": True}, "store", "unsupported_field"),
+        ({"service_tier": "first"}, "service_tier", "invalid_field"),
         ({"top_logprobs": 2}, "top_logprobs", "no_logprobs"),
         ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "too_deep"),
         ({"chat_template_kwargs": {"a": [DEEP]}}, "chat_template_kwargs", "too_deep"),

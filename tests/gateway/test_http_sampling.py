@@ -289,7 +289,7 @@ INVALID_FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
         "response_format.json_schema.schema",
         "invalid_schema",
     ),
-    ("/v1/responses", {"reasoning": {"effort": "max"}}, "reasoning.effort", "invalid_field"),
+    ("/v1/responses", {"reasoning": {"effort": "maximum"}}, "reasoning.effort", "invalid_field"),
     (
         "/v1/responses",
         {"text": {"format": {"type": "json_schema", "name": "n"}}},

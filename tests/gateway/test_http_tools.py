@@ -126,6 +126,7 @@ async def test_effort_of_reasoning_reaches_the_template(tools: Http) -> None:
     for change, end in [
         ({"reasoning_effort": "none"}, "<think></think>"),
         ({"reasoning_effort": "xhigh"}, "<|assistant|>xhigh"),
+        ({"reasoning_effort": "max"}, "<|assistant|>max"),
         ({"reasoning_effort": None}, "<|assistant|>"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "<think></think>"),
     ]:
@@ -135,13 +136,20 @@ async def test_effort_of_reasoning_reaches_the_template(tools: Http) -> None:
         assert (await sending).json()["choices"][0]["message"]["content"] == "So."
 
 
-async def test_hints_of_caching_change_no_token(tools: Http) -> None:
-    """As litellm, Cline and opencode send them, and OpenAI's own."""
+async def test_hints_change_no_token(tools: Http) -> None:
+    """Of caching, as litellm, Cline and opencode send them, and OpenAI's own."""
     hint = {"cache_control": {"type": "ephemeral"}}
     breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit"}}
-    options = {"prompt_cache_options": {"mode": "implicit"}, "prompt_cache_retention": "24h"}
+    options = {
+        "prompt_cache_options": {"mode": "implicit"},
+        "prompt_cache_retention": "24h",
+        "service_tier": "flex",
+    }
+    chat = {"store": True, "prediction": {"type": "content", "content": "b"}}
+    response = {"max_tool_calls": 3}
     prompts = []
     for message, part, fields in (({}, {}, {}), (hint, {**hint, **breakpoint_}, options)):
+        chat_fields, response_fields = (chat, response) if fields else ({}, {})
         messages = [
             {"role": "system", "content": [{"type": "text", "text": "Be brief.", **part}]},
             {**USER, **message},
@@ -155,12 +163,14 @@ async def test_hints_of_caching_change_no_token(tools: Http) -> None:
         functions = [
             {**tool, "function": {**tool["function"], **message}, **message} for tool in TOOLS
         ]
-        sending = tools.start(PATH, {"messages": messages, "tools": functions, **fields})
+        sending = tools.start(
+            PATH, {"messages": messages, "tools": functions, **fields, **chat_fields}
+        )
         prompts.append(await write(tools, "ok"))
         assert (await sending).status_code == 200
         text = {"type": "input_text", "text": "a", **part}
         body = {"input": [{"role": "user", "content": [text]}], "tools": RESPONSE_TOOLS, **fields}
-        sending = tools.start("/v1/responses", body)
+        sending = tools.start("/v1/responses", {**body, **response_fields})
         prompts.append(await write(tools, "ok"))
         assert (await sending).status_code == 200
     assert prompts[2:] == prompts[:2]

@@ -10,6 +10,7 @@ from gateway_svc.http.bodies.fields import (
     GenerationMessage,
     Hint,
     HttpRequest,
+    ServiceTier,
     message_type,
     struct_of,
     unsupported,
@@ -89,6 +90,11 @@ class ChatRequest(SamplingFields):
     prompt_cache_key: str | None = None
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: CacheRetention | None = None
+    service_tier: ServiceTier | None = None
+    # Completions are not kept for later retrieval either way.
+    store: bool | None = None
+    # A text that the output is likely to have.
+    prediction: Hint | None = None
 
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -112,9 +118,6 @@ class ChatRequest(SamplingFields):
     audio: unsupported() = None  # type: ignore[valid-type]
     modalities: unsupported(["text"]) = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
-    prediction: unsupported() = None  # type: ignore[valid-type]
-    service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
-    store: unsupported(False) = None  # type: ignore[valid-type]
     verbosity: unsupported("medium") = None  # type: ignore[valid-type]
     web_search_options: unsupported() = None  # type: ignore[valid-type]
 

@@ -40,6 +40,8 @@ def check_depth(value: Any) -> Any:
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
 # What a client knows about caching and speed. It changes nothing: every prefix is cached.
 Hint = dict[str, Any]
+# All are served alike; a request's precedence is its `priority`.
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 # OpenAI's reference has written the first one with a hyphen, too.
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
 

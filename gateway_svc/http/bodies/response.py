@@ -11,6 +11,7 @@ from gateway_svc.http.bodies.fields import (
     GenerationMessage,
     Hint,
     HttpRequest,
+    ServiceTier,
     message_type,
     replaced_by,
     unsupported,
@@ -70,6 +71,9 @@ class ResponseRequest(LogitsFields):
     prompt_cache_key: str | None = None
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: CacheRetention | None = None
+    service_tier: ServiceTier | None = None
+    # Of tools that the server runs, of which there are none.
+    max_tool_calls: Count | None = None
 
     # As vLLM has them.
     top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
@@ -84,11 +88,9 @@ class ResponseRequest(LogitsFields):
     context_management: unsupported([]) = None  # type: ignore[valid-type]
     conversation: unsupported() = None  # type: ignore[valid-type]
     image: unsupported() = None  # type: ignore[valid-type]
-    max_tool_calls: unsupported() = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
     previous_response_id: replaced_by("input with the earlier items") = None  # type: ignore[valid-type]
     prompt: unsupported() = None  # type: ignore[valid-type]
-    service_tier: unsupported("auto", "default") = None  # type: ignore[valid-type]
     stream_options: unsupported({"include_obfuscation": False}) = None  # type: ignore[valid-type]
     truncation: unsupported("disabled") = None  # type: ignore[valid-type]
 
@@ -161,7 +163,7 @@ class ResponseRequest(LogitsFields):
             "background": bool(self.background),
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,

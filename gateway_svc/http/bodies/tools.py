@@ -49,7 +49,7 @@ class NamedTool(HttpRequest):
 ChatTools = Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)]
 ToolMode = Literal["none", "auto", "required"]
 # As OpenAI has them. Others are variables of a template: `chat_template_kwargs`.
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class FunctionCall(HttpRequest):
