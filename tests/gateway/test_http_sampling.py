@@ -258,6 +258,8 @@ INVALID_FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     ("/v1/completions", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
     ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
     ("/v1/completions", {"guided_json": {}}, "guided_json", "unsupported_field"),
+    ("/v1/completions", {"request_id": "r"}, "request_id", "unsupported_field"),
+    ("/v1/completions", {"truncation_side": "right"}, "truncation_side", "unsupported_field"),
     ("/v1/completions", {"detokenize": False, "stop": "a"}, "stop", "stop_without_text"),
     (
         "/v1/completions",

@@ -145,7 +145,10 @@ async def test_hints_change_no_token(tools: Http) -> None:
         "prompt_cache_retention": "24h",
         "service_tier": "flex",
     }
-    chat = {"store": True, "prediction": {"type": "content", "content": "b"}}
+    chat: dict[str, Any] = {"store": True, "prediction": {"type": "content", "content": "b"}}
+    # vLLM's, with the values that change nothing there either.
+    chat |= {"mm_processor_kwargs": {}, "logits_processors": [], "thinking_token_budget": None}
+    chat |= {"truncation_side": "left", "vllm_xargs": {}, "kv_transfer_params": None}
     response = {"max_tool_calls": 3}
     prompts = []
     for message, part, fields in (({}, {}, {}), (hint, {**hint, **breakpoint_}, options)):

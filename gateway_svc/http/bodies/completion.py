@@ -37,6 +37,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     suffix: unsupported("") = None  # type: ignore[valid-type]
     best_of: unsupported(1) = None  # type: ignore[valid-type]
+    prompt_embeds: unsupported() = None  # type: ignore[valid-type]
 
     @property
     def prompts(self) -> list[str | list[int]]:

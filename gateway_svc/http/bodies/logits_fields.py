@@ -44,7 +44,7 @@ class LogitsFields(HttpRequest):
     processor_args: dict[str, Any] | None = None
     # Quire's: false proposes no draft tokens, which changes no token.
     speculation: bool | None = None
-    vllm_xargs: unsupported() = None  # type: ignore[valid-type]
+    vllm_xargs: unsupported({}) = None  # type: ignore[valid-type]
 
     def fill_logits_params(self, params: inference_pb2.SamplingParams) -> None:
         """RequestError for a bias whose key is no token id, and for arguments nested too deeply."""

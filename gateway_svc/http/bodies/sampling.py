@@ -87,6 +87,16 @@ class SamplingFields(LogitsFields):
     structural_tag: replaced_by("structured_outputs.structural_tag") = None  # type: ignore[valid-type]
     spaces_between_special_tokens: unsupported(True) = None  # type: ignore[valid-type]
     return_tokens_as_token_ids: unsupported(False) = None  # type: ignore[valid-type]
+    # vLLM's: clients of it send the neutral values, too.
+    kv_transfer_params: unsupported({}) = None  # type: ignore[valid-type]
+    logits_processors: unsupported([]) = None  # type: ignore[valid-type]
+    logprob_token_ids: unsupported() = None  # type: ignore[valid-type]
+    mm_processor_kwargs: unsupported({}) = None  # type: ignore[valid-type]
+    repetition_detection: unsupported() = None  # type: ignore[valid-type]
+    request_id: replaced_by("the header X-Request-Id") = None  # type: ignore[valid-type]
+    thinking_token_budget: unsupported() = None  # type: ignore[valid-type]
+    # The last tokens of a prompt are kept.
+    truncation_side: unsupported("left") = None  # type: ignore[valid-type]
 
     @property
     def search(self) -> Search | None:
