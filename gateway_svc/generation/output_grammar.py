@@ -10,6 +10,7 @@ from gateway_svc.output_formats.formats import HARMONY, JSON
 from gateway_svc.output_formats.guided import GuidedTool, Node, UnguidedError, structural_tag
 from gateway_svc.structured.compiler import CompiledFormat, StructuredOutputCompiler
 from gateway_svc.structured.json_schemas import num_schema_quantifiers
+from gateway_svc.structured.lark import choice_to_lark
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS
 from gateway_svc.text import chat_messages
 from gateway_svc.text.served_model import Model
@@ -117,8 +118,8 @@ def _content(output: StructuredOutput) -> Node:
         case "grammar":
             return {"type": "grammar", "grammar": output.grammar}
         case "choice":
-            texts = [{"type": "const_string", "value": text} for text in output.choice.texts]
-            return {"type": "or", "elements": texts}
+            # Not a list of constants, which are 2,000 at most and may be special tokens.
+            return {"type": "grammar", "grammar": choice_to_lark([*output.choice.texts]).text}
     raise invalid(
         f"{_FORMAT}.{name}",
         "FORMAT_WITH_TOOLS",

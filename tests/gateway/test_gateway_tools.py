@@ -255,7 +255,10 @@ FORMATS = {
     "schema": StructuredOutput(json_schema='{"type": "object", "properties": {"c": {}}}'),
     "object": StructuredOutput(json_object=JsonObject()),
     "regex": StructuredOutput(regex="c+"),
-    "choice": StructuredOutput(choice=Texts(texts=["c", "d"])),
+    # The first one spelled by ordinary tokens; a rule has fewer options.
+    "choice": StructuredOutput(
+        choice=Texts(texts=[gateway_tokenizers.EOS, *map(str, range(2000))])
+    ),
     "grammar": StructuredOutput(grammar='start: "c" | "d"'),
 }
 
@@ -268,6 +271,7 @@ async def test_content_follows_its_format_where_no_tool_is_called(tools: Stack) 
         sent = await tools.scheduler.submissions.get()
         grammar = logits_pb2.LogitsParams.FromString(sent.params.logits_params).grammar
         assert "tool_call" in grammar.definition, name
+        assert "<[" not in grammar.definition, name
         assert list(grammar.begins_after_token_ids) == tools.encode("</think>")
         # Content may begin like a call, so that one is certain at its end only.
         assert not state_of(sent).parsing.guided
