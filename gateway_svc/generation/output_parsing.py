@@ -79,6 +79,7 @@ def choose(
         guided=is_guided(conversation) and (not has_format or is_forced(conversation)),
         single_call=not conversation.parallel_tool_calls
         and conversation.HasField("parallel_tool_calls"),
+        calls_or_content=has_format,
         omit_reasoning=not conversation.include_reasoning
         and conversation.HasField("include_reasoning"),
         tool_names=[tool.name for tool in tools],
@@ -98,6 +99,7 @@ def parser(parsing: gateway_pb2.OutputParsing) -> OutputParser:
                 dict(zip(parsing.tool_names, schemas, strict=True)),
                 parsing.guided,
                 parsing.single_call,
+                parsing.calls_or_content,
             ),
         )
     )

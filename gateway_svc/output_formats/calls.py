@@ -19,6 +19,9 @@ class Tools:
     are_guided: bool = False
     # Calls after the first one are dropped.
     is_single: bool = False
+    # Calls begin the output, or there are none: a marker in content, such as one that a string of
+    # JSON quotes, is text.
+    begin_output: bool = False
 
 
 class CallWriter:
@@ -56,6 +59,8 @@ class CallWriter:
             found = yield from self._at_border(starts, dropped)
             if found is not None:
                 return found
+        if self.tools.begin_output:
+            starts = ()
         if not (yield from self._reader.until(starts, self.content)):
             return None
         self._reader.mark()

@@ -274,7 +274,8 @@ async def test_content_follows_its_format_where_no_tool_is_called(tools: Stack) 
         assert "<[" not in grammar.definition, name
         assert list(grammar.begins_after_token_ids) == tools.encode("</think>")
         # Content may begin like a call, so that one is certain at its end only.
-        assert not state_of(sent).parsing.guided
+        parsing = state_of(sent).parsing
+        assert (parsing.guided, parsing.calls_or_content) == (False, True)
         call.cancel()
 
 

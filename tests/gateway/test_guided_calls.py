@@ -174,6 +174,26 @@ def test_either_calls_or_content_that_follows_a_format(name: str, are_special: b
     assert begin + "".join(contents) == text
 
 
+QUOTED = {
+    "mistral": "[TOOL_CALLS]now[ARGS]{}",
+    "deepseek": f"{CALLS_BEGIN}{CALL_BEGIN}now{SEPARATOR}{{}}{CALL_END}{CALLS_END}",
+    "glm": "<tool_call>now</tool_call>",
+    "qwen3_coder": "<tool_call><function=now></function></tool_call>",
+}
+
+
+def test_content_that_quotes_a_call_stays_content() -> None:
+    for name, call in QUOTED.items():
+        tools = Tools(SCHEMAS, begin_output=True)
+        text = f'{{"quoted": "{call}"}}'
+        parser = OutputParser(ParserOptions(name, None, False, tools))
+        pieces = [piece for part in text for piece in parser.push(part)] + [*parser.flush()]
+        assert "".join(p.text for p in pieces if isinstance(p, Content)) == text, name
+        parser = OutputParser(ParserOptions(name, None, False, tools))
+        pieces = [*parser.push(f"{call}\n{call}"), *parser.flush()]
+        assert [p.name for p in pieces if isinstance(p, CallStart)] == ["now", "now"], name
+
+
 def test_a_bare_call_keeps_references_within_its_schema() -> None:
     days = {"type": "integer", "minimum": 1}
     schema = {"properties": {"days": {"$ref": "#/$defs/days"}}, "$defs": {"days": days}}
