@@ -95,6 +95,8 @@ class ServerCertificates:
         self._protocol = protocol
         self._lock = threading.Lock()
         self._version = self._current_version()
+        # Why the files were not read the last time; empty if they were.
+        self._failure = ""
         # When the certificate is valid, in seconds since the epoch; None if that cannot be read.
         self._validity: tuple[float, float] | None = None
         self._warned_at = -_WARN_EVERY_S
@@ -116,17 +118,24 @@ class ServerCertificates:
         logged once, and the former contents stay."""
         with self._lock:
             version = self._current_version()
-            if version != self._version:
+            # Again after a failure: the process may have had no file left to open.
+            if version != self._version or self._failure:
                 # Before the files are read: a change during the reading is seen by the next call.
                 self._version = version
-                try:
-                    self._context = self._read()
-                    log.info("certificate reloaded", file=str(self._tls.cert))
-                    self._warned_at = -_WARN_EVERY_S
-                except TLSError as error:
-                    log.error("certificate not reloaded", reason=str(error))
+                self._reload()
             self._warn_of_validity()
             return self._context
+
+    def _reload(self) -> None:
+        last_failure, self._failure = self._failure, ""
+        try:
+            self._context = self._read()
+            log.info("certificate reloaded", file=str(self._tls.cert))
+            self._warned_at = -_WARN_EVERY_S
+        except TLSError as error:
+            self._failure = str(error)
+            if self._failure != last_failure:
+                log.error("certificate not reloaded", reason=self._failure)
 
     def _warn_of_validity(self) -> None:
         """Log a certificate that clients refuse, or will refuse soon."""

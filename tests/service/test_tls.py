@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -115,6 +116,21 @@ async def test_files_that_do_not_match_keep_the_former_ones(certificates: Path) 
         assert not await is_served(address, ca, "gateway")
         (certificates / "gateway.pem").unlink()
         assert await is_served(address, ca, "worker")
+
+
+def test_files_are_read_again_once_the_process_can_open_them(certificates: Path) -> None:
+    served = ServerCertificates(identity(certificates, "gateway"))
+    former = served.ssl_context()
+    make_certificates(certificates)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with capture_logs() as logs:
+            assert [served.ssl_context() for _ in range(2)] == [former, former]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [entry["event"] for entry in logs] == ["certificate not reloaded"]
+    assert served.ssl_context() is not former
 
 
 async def test_a_context_of_https_follows_the_files(certificates: Path, tmp_path: Path) -> None:
