@@ -33,9 +33,20 @@ def check_address(value: str) -> str:
         raise ValueError("must be host:port, [IPv6 address]:port or unix:/path")
     if match["ipv6"] is not None:
         ipaddress.IPv6Address(match["ipv6"])
+    elif not _is_name(match["host"]):
+        raise ValueError("must have a host whose parts between dots have 1 to 63 characters")
     if int(match["port"]) > _MAX_PORT:
         raise ValueError(f"must have a port from 0 to {_MAX_PORT}")
     return value
+
+
+def _is_name(host: str) -> bool:
+    """Whether a host can be resolved: Python has an error for some, which no socket has."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def is_http_url(url: str) -> bool:
@@ -43,10 +54,10 @@ def is_http_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         name, port = parts.hostname or "", parts.port
-        name.encode("idna")
     except ValueError:
         return False
-    return url.isprintable() and parts.scheme in ("http", "https") and name != "" and port != 0
+    is_server = name != "" and _is_name(name) and port != 0
+    return url.isprintable() and parts.scheme in ("http", "https") and is_server
 
 
 def host(address: str) -> str:

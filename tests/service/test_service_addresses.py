@@ -20,7 +20,7 @@ def test_a_valid_address_is_unchanged(address: str) -> None:
     [
         *("", "127.0.0.1", "127.0.0.1:", ":50051", "localhost:65536", "localhost:99999"),
         *("a:b", "a:-1", "a b:1", "::1:50051", "[zz]:1", "[127.0.0.1]:1", "unix:", "unix:a.sock"),
-        *("http://a:1", "a:1/b", "a:1\n"),
+        *("http://a:1", "a:1/b", "a:1\n", "a..b:1", ".a:1", f"{64 * 'a'}:1"),
     ],
 )
 def test_an_invalid_address_is_refused(address: str) -> None:
