@@ -164,6 +164,9 @@ def _json_call(tool: GuidedTool) -> Node:
         "required": [*properties],
         "additionalProperties": False,
     }
+    if "$schema" in tool.schema:
+        # The version is read at the top alone.
+        schema["$schema"] = tool.schema["$schema"]
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": "", "content": content, "end": ""}
 
@@ -174,7 +177,12 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(one, place) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    result = {keyword: _moved(value, place) for keyword, value in schema.items()}
+    result: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _MAPPINGS and isinstance(value, Mapping):
+            result[keyword] = {name: _moved(part, place) for name, part in value.items()}
+        else:
+            result[keyword] = value if keyword in _DATA else _moved(value, place)
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         result["$ref"] = place + reference[1:]
@@ -222,6 +230,8 @@ def _without_others(schema: Any) -> Any:
 
 _COMBINING = frozenset({"allOf", "oneOf", "not", "if", "dependentSchemas"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "definitions"})
+_MAPPINGS = _SCHEMAS_BY_NAME | {"patternProperties"}
+_DATA = frozenset({"const", "enum"})
 _SCHEMAS = frozenset({"items", "prefixItems", "anyOf"})
 _OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 

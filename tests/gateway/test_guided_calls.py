@@ -209,6 +209,27 @@ def test_a_bare_call_keeps_references_within_its_schema() -> None:
         assert accepts(grammar, False, text) == is_valid, text
 
 
+def test_a_bare_call_keeps_the_version_and_the_constants_of_its_schema() -> None:
+    pair = {"type": "array", "items": [{"type": "integer"}], "additionalItems": False}
+    place = {"const": {"$ref": "#/a"}}
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"const": {"$ref": "#/definitions/pair"}, "place": place},
+        "definitions": {"pair": pair},
+    }
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    for arguments, is_valid in [
+        ('{"const": [1], "place": {"$ref": "#/a"}}', True),
+        ('{"const": ["a"]}', False),
+        ('{"place": {"$ref": "#/b"}}', False),
+    ]:
+        tools = [GuidedTool("f", schema)]
+        grammar = matcher(False, "llama3", "", tools, False, False, content=content)
+        text = f'{{"name": "f", "parameters": {arguments}}}'
+        assert accepts(grammar, False, text) == is_valid, arguments
+
+
 def test_properties_that_a_schema_does_not_name_are_not_generated() -> None:
     inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
     schema = {"type": "object", "properties": {"one": inner, "any": {"type": "object"}}}
