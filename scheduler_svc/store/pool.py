@@ -58,19 +58,21 @@ class Pool:
         Removes hashes published for steps that the worker did not finish, frees every held block in
         descending number and removes every sequence; the other hashes and the journal stay. A pool
         whose stored step is below `last_finished_step`, the worker's, or below `leader_step`, the
-        leader's last commit, has lost writes: all hashes are removed.
+        leader's last commit, has lost writes: all hashes are removed. One of which Redis has
+        evicted a key begins anew.
         PoolFault if the stored pool has another size.
         """
         keys = self._keys
         await self._connection.execute("SADD", self._pools_key, self.incarnation)
+        opened = (*keys.blocks, keys.published)
         step = await self._run(
             scripts.OPEN_POOL,
-            (*keys.blocks, keys.published),
+            opened,
             last_finished_step,
             leader_step,
             self.num_blocks,
         )
-        while await self._run(scripts.RECLAIM_POOL, keys.blocks, _RECLAIMED_PER_CALL):
+        while await self._run(scripts.RECLAIM_POOL, opened, _RECLAIMED_PER_CALL):
             pass
         return int(step)
 
@@ -88,8 +90,9 @@ class Pool:
         """Apply one step, the stored step + 1; a repeat of the stored step gets its reply again.
 
         WrongStep for any other step. PoolFault if there are too few free blocks to take, if token
-        ranges have gaps or overlaps, if their sequence is unknown or an added one is known, and for
-        changes of blocks without references. A call that raises has changed nothing.
+        ranges have gaps or overlaps, if their sequence is unknown or an added one is known, for
+        changes of blocks without references, and if Redis has evicted a key. A call that raises has
+        changed nothing.
         """
         if not self.enable_prefix_caching:
             commit = _without_hashes(commit)

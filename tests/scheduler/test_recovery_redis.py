@@ -214,7 +214,7 @@ async def test_a_pool_of_which_redis_has_evicted_a_key_begins_anew(server, socke
         gateway = await stack.gateway()
         await gateway.wait_ended(await gateway.submit(prompt(9)))
         with redis.Redis.from_url(server.url) as client:
-            for tag, key in enumerate((keys.state, keys.free, keys.index)):
+            for tag, key in enumerate(keys.blocks):
                 lane = stack.engine.lanes[1]
                 client.delete(key)
                 received = gateway.received[await gateway.submit(prompt(9, tag + 1), max_tokens=20)]

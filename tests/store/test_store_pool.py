@@ -343,14 +343,25 @@ async def test_a_pool_behind_what_was_seen_loses_every_hash(
     assert (await pool.audit()).references == {}
 
 
-async def test_a_pool_without_its_state_begins_anew(pool: Pool, redis_client: redis.Redis) -> None:
-    """What Redis has not evicted of it would list blocks twice."""
-    await pool.commit(Commit(2, admissions=(Admission(1, 0, (), 3, (HASH,)),)))
-    await pool.commit(Commit(3, removed=(1,), returned_blocks=(3, 2)))
-    redis_client.delete(ShardKeys(0).pool(pool.incarnation).state)
-    assert await pool.open(last_finished_step=3) == 4
-    audit = await pool.audit()
-    assert (audit.num_free, audit.references, audit.hashes) == (10, {}, {})
+async def test_a_pool_without_one_of_its_keys_takes_no_commit_and_begins_anew(
+    pool: Pool, redis_client: redis.Redis
+) -> None:
+    """What Redis has not evicted of it would list blocks twice, or find the wrong ones."""
+    keys, step = ShardKeys(0).pool(pool.incarnation), 1
+    for key in (*keys.blocks, keys.published):
+        await pool.commit(Commit(step + 1, admissions=(Admission(1, 0, (), 3, (HASH,)),)))
+        await pool.commit(Commit(step + 2, removed=(1,), returned_blocks=(3, 2)))
+        assert redis_client.delete(key) == 1, key
+        # Blocks that are taken lose their hashes, which are not found without `hashes`.
+        with pytest.raises(PoolFault):
+            await pool.commit(Commit(step + 3, admissions=(Admission(2, 0, (), 9),)))
+        step = await pool.open(last_finished_step=step + 2)
+        audit = await pool.audit()
+        assert (audit.num_free, audit.references, audit.hashes) == (10, {}, {}), key
+        audit.check()
+    await pool.commit(Commit(step + 1, admissions=(Admission(1, 0, (), 1, (HASH,)),)))
+    assert await pool.reset_prefix_cache() == 1
+    await pool.commit(Commit(step + 2, admissions=(Admission(2, 0, (), 1, (HASH,)),)))
 
 
 async def test_a_reset_removes_hashes_and_nothing_else(pool: Pool) -> None:

@@ -16,6 +16,8 @@
 --                  back: the last score of a block freed with a hash; from 0 upwards
 --                  forgotten: the newest step removed from `published`; absent if none was
 --                  unreclaimed: end of the blocks that reclaim_pool still frees; absent after
+--                  num_keys: how many of the keys 2 to 6 exist; with another number Redis has evicted
+--                  one, and blocks would be found that hold something else; absent while it is opened
 --                  detached_ms: since when it has no lane, see detach_pool.lua; absent with one
 --   2 free         sorted set of blocks, see free.lua
 --   3 references   bit field: u32 per block
@@ -66,7 +68,7 @@ end
 -- Fencing and the step.
 
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'step', 'num_blocks', 'fresh', 'front',
-  'back', 'unreclaimed', 'sequences', 'next_indices')
+  'back', 'unreclaimed', 'sequences', 'next_indices', 'num_keys')
 local denied = pool_error(state[1], state[2])
 if denied then
   return denied
@@ -83,6 +85,10 @@ if step == stored_step then
 end
 if step ~= stored_step + 1 then
   return redis.error_reply('WRONG_STEP step ' .. ARGV[3] .. ' after ' .. state[3])
+end
+local num_keys = tonumber(state[11])
+if num_existing(PUBLISHED) ~= num_keys then
+  return fault('keys of the pool were evicted or deleted')
 end
 
 -- Withdraw and publish.
@@ -241,8 +247,12 @@ if #newly_published > 0 then
     redis.call('HSET', STATE, 'forgotten', forgotten)
   end
 end
+if next(changed_references) or next(changed_hashes) then -- else no key came or went
+  num_keys = num_existing(PUBLISHED)
+end
 reply[1] = struct.pack('<I4', order.num_free)
 local packed_reply, packed_ids, packed_nexts = table.concat(reply), pack_sequences(sequences)
 redis.call('HSET', STATE, 'step', ARGV[3], 'reply', packed_reply, 'fresh', fresh, 'front',
-  scores.front, 'back', scores.back, 'sequences', packed_ids, 'next_indices', packed_nexts)
+  scores.front, 'back', scores.back, 'sequences', packed_ids, 'next_indices', packed_nexts,
+  'num_keys', num_keys)
 return packed_reply

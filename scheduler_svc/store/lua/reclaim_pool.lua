@@ -11,6 +11,7 @@
 --   3 references
 --   4 hashes
 --   5 index
+--   6 published
 -- ARGV
 --   1 epoch
 --   2 holder
@@ -21,6 +22,7 @@
 -- Atomic, because a block without references that is not in the free order would be lost if
 -- the caller died in between.
 
+local PUBLISHED = KEYS[6]
 local state = redis.call('HMGET', STATE, 'epoch', 'holder', 'unreclaimed', 'front', 'back')
 local denied = pool_error(state[1], state[2])
 if denied then
@@ -48,5 +50,6 @@ flush()
 redis.call('HSET', STATE, 'unreclaimed', first, 'front', scores.front, 'back', scores.back)
 if first == 1 then
   redis.call('HDEL', STATE, 'unreclaimed')
+  redis.call('HSET', STATE, 'num_keys', num_existing(PUBLISHED))
 end
 return first - 1

@@ -19,5 +19,6 @@ if denied then
   return denied
 end
 local num_hashes = redis.call('HLEN', KEYS[2])
-redis.call('UNLINK', KEYS[2], KEYS[3])
+local num_removed = redis.call('UNLINK', KEYS[2], KEYS[3])
+redis.call('HINCRBY', KEYS[1], 'num_keys', 0 - num_removed) -- "-0" is no integer
 return num_hashes

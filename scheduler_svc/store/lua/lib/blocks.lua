@@ -59,6 +59,11 @@ local function u32s(packed)
   return elements(packed, 4, '<I4')
 end
 
+-- How many of the pool's keys besides its state exist.
+local function num_existing(published)
+  return redis.call('EXISTS', FREE, REFERENCES, HASHES, INDEX, published)
+end
+
 local function number_of(block)
   return (struct.unpack('<I4', block))
 end
