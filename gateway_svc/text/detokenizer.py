@@ -1,9 +1,9 @@
 """Incremental detokenization: emits only whole characters that later tokens cannot change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character has at most four bytes, a token at least one. So four tokens hold the beginning of
@@ -25,6 +25,7 @@ class Vocabulary:
     byte_ids: Mapping[int, int]
     # Characters of the longest token, as it is written in the vocabulary.
     longest_token: int
+    whole_texts: "WholeTexts"
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "Vocabulary":
@@ -34,17 +35,43 @@ class Vocabulary:
         known = frozenset(id_ for id_ in ids if tokenizer.id_to_token(id_) is not None)
         added = tokenizer.get_added_tokens_decoder().items()
         bytes_ = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        byte_ids = {id_: byte for id_, byte in bytes_ if id_ is not None}
         return cls(
             tokenizer,
             known_ids=known,
             plain_ids=known - {id_ for id_, token in added if token.special},
-            byte_ids={id_: byte for id_, byte in bytes_ if id_ is not None},
+            byte_ids=byte_ids,
             longest_token=max(map(len, tokens), default=1),
+            whole_texts=WholeTexts(tokenizer, byte_ids),
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+
+class WholeTexts(dict[int, str | None]):
+    """The text of each token that adds the same text behind all whole characters; None for others.
+    Looked up at first use.
+
+    Byte-level decoders join the bytes of tokens, so these are the tokens of whole characters. With
+    other decoders the text of a token may depend on its neighbours.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, byte_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._byte_ids = byte_ids
+        self._is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._find(token_id)
+        return text
+
+    def _find(self, token_id: int) -> str | None:
+        if not self._is_byte_level or token_id in self._byte_ids:
+            return None
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if _REPLACEMENT in text else text
 
 
 class TokenTexts(dict[int, str]):
@@ -129,6 +156,15 @@ class Detokenizer:
         """Return the text that became certain with these tokens, which are decoded together. It is
         the same as that of pushing them one by one.
         """
+        if len(token_ids) == 1 and not self._holds:
+            [token_id] = token_ids
+            if token_id in self._visible:
+                whole = self._vocabulary.whole_texts[token_id]
+                if whole is not None:
+                    self._window.append(token_id)
+                    self._sent += len(whole)
+                    self._slide(0)
+                    return whole
         visible = [id_ for id_ in token_ids if id_ in self._visible]
         num_closed = self._num_closed(visible)
         if not num_closed:

@@ -1,5 +1,6 @@
 """Incremental detokenization against decoding all tokens at once."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import gateway_tokenizers
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram
 
-from gateway_svc.text.detokenizer import Detokenizer, Vocabulary
+from gateway_svc.text.detokenizer import Detokenizer, Vocabulary, WholeTexts
 
 VOCABULARIES = {
     "byte_level": Vocabulary.from_tokenizer(gateway_tokenizers.byte_level()),
@@ -20,6 +21,11 @@ MOST_IDS = 420
 every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
 # Includes ids beyond every vocabulary.
 token_ids = st.lists(st.integers(0, MOST_IDS), max_size=60)
+
+
+class NoWholeTexts(WholeTexts):
+    def __init__(self) -> None:
+        super().__init__(gateway_tokenizers.byte_fallback(), ())
 
 
 def decoded_text(detokenizer: Detokenizer, token_ids: list[int]) -> str:
@@ -85,6 +91,36 @@ def test_tokens_pushed_together_give_the_text_of_single_pushes(
     assert together.flush() == one_by_one.flush()
 
 
+@every_vocabulary
+@given(ids=token_ids, skip=st.booleans(), context=st.lists(st.integers(0, MOST_IDS), max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_texts_of_whole_tokens_equal_decoded_ones(
+    name: str, ids: list[int], skip: bool, context: list[int]
+) -> None:
+    vocabulary = VOCABULARIES[name]
+    known = Detokenizer(vocabulary, skip, context)
+    decoding = Detokenizer(replace(vocabulary, whole_texts=NoWholeTexts()), skip, context)
+    for id_ in ids:
+        assert known.push([id_]) == decoding.push([id_])
+        assert known.held() == decoding.held()
+    assert known.flush() == decoding.flush()
+
+
+def test_whole_texts_are_those_of_tokens_that_join_as_bytes() -> None:
+    found = {name: vocabulary.whole_texts for name, vocabulary in VOCABULARIES.items()}
+    ids = {
+        token: VOCABULARIES["byte_level"].tokenizer.token_to_id(token)
+        for token in ("a", "Ġthe", '"', "Ċ", gateway_tokenizers.EOS, "æ", "ÿ")
+    }
+    assert [found["byte_level"][id_] for id_ in ids.values()] == [
+        *("a", " the", '"', "\n", gateway_tokenizers.EOS),
+        *(None, None),
+    ]
+    # Decoders of words and byte tokens look at neighbours.
+    for name in ("byte_fallback", "metaspace"):
+        assert {found[name][id_] for id_ in VOCABULARIES[name].known_ids} == {None}
+
+
 def test_unfinished_characters_end_as_the_replacement_character() -> None:
     vocabulary = VOCABULARIES["byte_level"]
     smile = vocabulary.tokenizer.encode("日").ids
@@ -117,6 +153,9 @@ def test_a_token_is_decoded_a_bounded_number_of_times(
         ids = pattern * (3000 // len(pattern))
         decoded_text(Detokenizer(vocabulary), ids)
         assert decoded < 20 * len(ids)
+        # Tokens of whole characters only when the window moves.
+        if pattern == [letter] and name == "byte_level":
+            assert decoded < len(ids)
 
 
 def test_ids_without_a_token_have_no_text() -> None:
