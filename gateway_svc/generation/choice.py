@@ -1,8 +1,9 @@
 """Tokens, text and end of one choice. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Final
 
 from gateway_svc.generation import output_parsing
 from gateway_svc.generation.choice_parser import (
@@ -19,6 +20,9 @@ from gateway_svc.text.stop_strings import StopChecker
 from gateway_svc.text.text_offsets import TextOffsets
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import invalid
+
+# Of choices without a parser.
+_UNPARSED: Final = ParsedOutput("")
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,11 @@ class Choice:
         new = slice(first_index - num_before, self.num_tokens - num_before)
         if end is not None:
             texts.append(self._end(end))
-        parsed = ParsedOutput("".join(texts)) if self._parser is None else self._parser.take()
+        text = "".join(texts)
+        parsed = _UNPARSED if self._parser is None else self._parser.take()
         return ChoiceUpdate(
             self.index,
-            parsed.text,
+            text if self._parser is None else parsed.text,
             tuple(token_ids[new]),
             first_index,
             self.end,
@@ -174,15 +179,16 @@ class Choice:
                 texts.append(text)
         return texts
 
-    def _split_token_ids(self, token_ids: Sequence[int], is_each: bool) -> Iterator[Sequence[int]]:
+    def _split_token_ids(self, token_ids: Sequence[int], is_each: bool) -> Iterable[Sequence[int]]:
         """Split tokens where the text up to there is needed: at `next_index`, and after every
         token with stop strings, with a parser, or if `is_each`.
         """
+        if len(token_ids) == 1:
+            return (token_ids,)
         if self._has_stops or is_each or self._parser is not None:
-            yield from zip(token_ids)
-            return
+            return zip(token_ids)
         num_received = max(0, self._next_index - self.num_tokens)
-        yield from filter(None, (token_ids[:num_received], token_ids[num_received:]))
+        return filter(None, (token_ids[:num_received], token_ids[num_received:]))
 
     def _decode(self, segment: Sequence[int], offsets: list[int] | None) -> str:
         """Count tokens, and return the text that may be emitted with the last of them. A stop
@@ -230,6 +236,8 @@ class Choice:
         return text if self.stop_string is not None else text + self._stops.flush()
 
     def _check_stops(self, text: str) -> str:
+        if not self._has_stops:
+            return text
         checked = self._stops.push(text, self.num_tokens > self._min_tokens)
         self.stop_string = checked.stop
         return checked.text + (checked.stop or "") if self._include_stop else checked.text

@@ -58,6 +58,7 @@ class Generation:
         # Events of other choices that arrived before the first token of choice 0, with which the
         # log-probabilities of the prompt come.
         self._held: list[ChoiceEvent] = []
+        self._was_accepted = False
         # Of a beam search, from its acceptance on.
         self.search: SearchOutput | None = None
         self._requests = requests
@@ -110,7 +111,8 @@ class Generation:
                 self.choices = self._create_choices(self._stream.state)
                 if self._stream.state.HasField("search"):
                     self.search = SearchOutput(self._stream.state)
-            if Accepted() in events:
+            if not self._was_accepted and Accepted() in events:
+                self._was_accepted = True
                 yield ()
             if self.search is not None:
                 events = self.search.take(events)
@@ -148,11 +150,14 @@ class Generation:
             return 0
         return 1 if self.first_token_at is None else _CHUNK_TOKENS
 
-    def _process(self, events: Iterable[ChoiceEvent]) -> list[ChoiceUpdate]:
-        by_choice: dict[int, list[ChoiceEvent]] = defaultdict(list)
-        for event in events:
-            by_choice[event.choice].append(event)
-        parts = [self._advance(self.choices[i], by_choice[i]) for i in sorted(by_choice)]
+    def _process(self, events: Sequence[ChoiceEvent]) -> list[ChoiceUpdate]:
+        if len(events) == 1:
+            parts = [self._advance(self.choices[events[0].choice], events)]
+        else:
+            by_choice: dict[int, list[ChoiceEvent]] = defaultdict(list)
+            for event in events:
+                by_choice[event.choice].append(event)
+            parts = [self._advance(self.choices[i], by_choice[i]) for i in sorted(by_choice)]
         update = [part for part in parts if part.token_ids or part.end is not None]
         if update and self.first_token_at is None:
             self.first_token_at = time.monotonic()
@@ -166,8 +171,17 @@ class Generation:
         return update
 
 
-def _chunk_events(events: Iterable[Event]) -> Iterator[list[ChoiceEvent]]:
+def _chunk_events(events: Sequence[Event]) -> Iterable[Sequence[ChoiceEvent]]:
     """Split events, in order, into lists of at most `_CHUNK_TOKENS` tokens."""
+    if len(events) == 1:
+        [event] = events
+        # What a stream gets from most steps.
+        if isinstance(event, NewTokens) and len(event.token_ids) <= _CHUNK_TOKENS:
+            return ((event,),)
+    return _chunks(events)
+
+
+def _chunks(events: Iterable[Event]) -> Iterator[list[ChoiceEvent]]:
     chunk: list[ChoiceEvent] = []
     room = _CHUNK_TOKENS
     for event in _split_long_events(events):

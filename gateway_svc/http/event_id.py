@@ -33,8 +33,8 @@ class EventId:
     def __init__(self, prompts: Sequence[Sequence[tuple[int, bool]]] = ()) -> None:
         """Per prompt and choice, the next token's index and whether the end was received."""
         self._prompts = [list(prompt) for prompt in prompts]
-        # By prompt: each event changes that of one.
-        self._texts = [_prompt_text(prompt) for prompt in self._prompts]
+        # By prompt: each event changes that of one. None until it is needed.
+        self._texts: list[str | None] = [None for _ in self._prompts]
 
     @classmethod
     def parse(cls, text: str) -> "EventId":
@@ -77,19 +77,26 @@ class EventId:
         """Add the choices of a prompt, where they are absent."""
         missing = prompt + 1 - len(self._prompts)
         self._prompts += [[] for _ in range(missing)]
-        self._texts += [_UNOPENED] * missing
+        self._texts += [None] * missing
         choices = self._prompts[prompt]
         choices += [(0, False)] * (num_choices - len(choices))
-        self._texts[prompt] = _prompt_text(choices)
+        self._texts[prompt] = None
 
     def advance(self, prompt: int, update: ChoiceUpdate) -> None:
         """Add what an update of an open prompt contains."""
         next_index = update.first_index + len(update.token_ids)
         self._prompts[prompt][update.index] = (next_index, update.end is not None)
-        self._texts[prompt] = _prompt_text(self._prompts[prompt])
+        self._texts[prompt] = None
 
     def __str__(self) -> str:
-        return ",".join(_repeated(text, "x", group) for text, group in groupby(self._texts))
+        texts = map(self._text, range(len(self._prompts)))
+        return ",".join(_repeated(text, "x", group) for text, group in groupby(texts))
+
+    def _text(self, prompt: int) -> str:
+        text = self._texts[prompt]
+        if text is None:
+            text = self._texts[prompt] = _prompt_text(self._prompts[prompt])
+        return text
 
 
 def _prompt_text(choices: Iterable[tuple[int, bool]]) -> str:

@@ -113,5 +113,6 @@ async def _prompt_updates(
 ) -> Updates:
     """`start` is called in the task that reads the updates, which a slow client ends."""
     async with start() as generation:
-        async for parts in times.measure(generation.updates()):
+        async for parts in generation.updates():
+            times.observe(parts)
             yield PromptUpdate(prompt, generation, parts)

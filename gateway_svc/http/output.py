@@ -44,9 +44,7 @@ async def write_events(
                     *(
                         event
                         for echo in _echoes(update.generation)
-                        for event in form.events(
-                            first + echo.index, echo, generations.usage_of(update)
-                        )
+                        for event in form.events(first + echo.index, echo, generations.usage)
                     ),
                 ]
                 await writer.events(events, event_id)
@@ -56,9 +54,7 @@ async def write_events(
                 event_id.advance(update.prompt, part)
                 index = update.prompt * num_choices + part.index
                 shown = _shown(part, update.generation)
-                await writer.events(
-                    await _events(form, index, shown, generations.usage_of(update)), event_id
-                )
+                await writer.events(await _events(form, index, shown, generations.usage), event_id)
     assert form is not None
     await writer.events(form.last_events(generations.usage()), DONE)
     await writer.end(DONE)
@@ -114,7 +110,7 @@ class Collector:
 
 
 async def _events(
-    form: Format, index: int, update: ChoiceUpdate, usage: Usage
+    form: Format, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
 ) -> Iterable[ServerEvent]:
     """The events of an update; those of a long prompt are made in a thread."""
     if len(update.logprobs) < _MANY_LOGPROBS:
@@ -165,15 +161,8 @@ class _Generations:
     def have_prompt_logprobs(self) -> bool:
         return any(one.prompt_logprobs is not None for one in self._by_prompt.values())
 
-    def usage_of(self, update: PromptUpdate) -> Usage:
-        """The usage so far, for the events of an update. With many prompts it is computed only
-        for clients that want it."""
-        state = update.generation.state
-        if len(self._by_prompt) > 1 and state is not None and not state.http.continuous_usage:
-            return Usage(0, 0, 0)
-        return self.usage()
-
     def usage(self) -> Usage:
+        """The usage so far."""
         found = self._by_prompt.values()
         return Usage(
             sum(generation.num_prompt_tokens for generation in found),

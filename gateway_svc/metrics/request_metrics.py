@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -243,15 +243,11 @@ class RequestTimes:
             for choice in self._choices.values()
         )
 
-    async def measure(
-        self, updates: AsyncIterator[Sequence[ChoiceUpdate]]
-    ) -> AsyncIterator[Sequence[ChoiceUpdate]]:
-        """Pass updates through and record their times."""
-        async for update in updates:
-            now = self._metrics.clock()
-            for part in update:
-                self._observe(part, now)
-            yield update
+    def observe(self, update: Iterable[ChoiceUpdate]) -> None:
+        """Record the time of an update that has arrived now."""
+        now = self._metrics.clock()
+        for part in update:
+            self._observe(part, now)
 
     def _observe(self, update: ChoiceUpdate, now: float) -> None:
         if num_tokens := len(update.token_ids):

@@ -41,7 +41,8 @@ class BeamSearchServicer(beam_search_pb2_grpc.BeamSearchServiceServicer):
                 )
                 texts: dict[int, list[str]] = defaultdict(list)
                 async with self._generations.start(prepared) as running:
-                    async for update in times.measure(running.updates()):
+                    async for update in running.updates():
+                        times.observe(update)
                         for part in update:
                             texts[part.index].append(part.text)
         has_ids = request.WhichOneof("prompt") == "token_ids"

@@ -39,7 +39,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     prepared.model, () if has_ids else prepared.submission.prompt_token_ids
                 )
                 async with self._generations.start(prepared) as running:
-                    async for update in times.measure(running.updates()):
+                    async for update in running.updates():
+                        times.observe(update)
                         builder.add(update)
         return await builder.build(running)
 
@@ -54,7 +55,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     request, context.time_remaining(), tenant
                 )
                 async with self._generations.start(prepared) as running:
-                    async for update in times.measure(running.updates()):
+                    async for update in running.updates():
+                        times.observe(update)
                         response = await responses.stream_response(
                             running, prepared.model, update, inference_pb2.StreamGenerateResponse
                         )
@@ -71,7 +73,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     _without_field(),
                     self._generations.resume(request, tenant) as running,
                 ):
-                    async for update in times.measure(running.updates()):
+                    async for update in running.updates():
+                        times.observe(update)
                         response = await responses.stream_response(
                             running, model, update, inference_pb2.ResumeGenerateResponse
                         )

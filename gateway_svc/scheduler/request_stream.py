@@ -61,7 +61,8 @@ class RequestStream:
         self._num_bounded_tokens = 0
         # Tokens that the reader waits for; 0 for any event.
         self._min_tokens = 0
-        self._ready = asyncio.Event()
+        # Of the reader that waits.
+        self._ready: asyncio.Future[None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
         self._on_timeout: Callable[[], object] = lambda: None
         if state is not None:
@@ -161,17 +162,16 @@ class RequestStream:
         if new := event.token_ids[num_received:]:
             self.next_indices[event.choice] += len(new)
             self.num_gaps = 0
-            of_prompt = b"" if num_received else event.prompt_logprobs
-            logprobs = event.logprobs[num_received:]
-            tokens = NewTokens(event.choice, next_index, new, logprobs, of_prompt)
-            self._put_tokens(tokens, is_replayed)
+            if num_received:
+                event = NewTokens(event.choice, next_index, new, event.logprobs[num_received:])
+            self._put_tokens(event, is_replayed)
         return True
 
     def fail(self, error: RequestError) -> None:
         """End the stream with an error; events queued before it can still be read."""
         self.cancel_timeout()
         self.error = self.error or error
-        self._ready.set()
+        self._notify_if_ready()
 
     async def get(self, min_tokens: int = 0) -> list[Event]:
         """Return all queued events, at least one. RequestError if the stream failed and the queue
@@ -180,9 +180,12 @@ class RequestStream:
         Waits until `min_tokens` tokens are queued, every choice has ended, or the stream failed.
         """
         self._min_tokens = min_tokens
-        self._ready.clear()
-        self._notify_if_ready()
-        await self._ready.wait()
+        if not self._is_ready:
+            self._ready = asyncio.get_running_loop().create_future()
+            try:
+                await self._ready
+            finally:
+                self._ready = None
         if not self._events and self.error is not None:
             raise self.error
         events, self._events = self._events, []
@@ -211,10 +214,16 @@ class RequestStream:
         self._events.append(event)
         self._notify_if_ready()
 
-    def _notify_if_ready(self) -> None:
+    @property
+    def _is_ready(self) -> bool:
+        if self.error is not None:
+            return True
         has_enough = self._num_queued_tokens >= self._min_tokens or self.has_ended
-        if self.error is not None or (self._events and has_enough):
-            self._ready.set()
+        return bool(self._events) and has_enough
+
+    def _notify_if_ready(self) -> None:
+        if self._ready is not None and not self._ready.done() and self._is_ready:
+            self._ready.set_result(None)
 
     def _overflow(self) -> None:
         self._events.clear()

@@ -180,6 +180,19 @@ class TestRequestStream:
         stream.put(NewTokens(0, 2, (7,)))
         assert len(await taking) == 2
 
+    async def test_events_are_kept_when_their_reader_is_cancelled(self) -> None:
+        stream = self.stream()
+        for is_woken in (False, True):
+            taking = asyncio.ensure_future(stream.get())
+            await asyncio.sleep(0)
+            if is_woken:
+                stream.put(NewTokens(0, 0, (5, 6)))
+            taking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await taking
+        stream.put(NewTokens(0, 1, (6, 7)))
+        assert await stream.get() == [NewTokens(0, 0, (5, 6)), NewTokens(0, 2, (7,))]
+
     async def test_get_returns_at_the_end_of_all_choices_and_on_errors(self) -> None:
         stream = self.stream(num_choices=2)
         ends = [Ended(choice, 1, None, 0, 0) for choice in (0, 1)]

@@ -1,6 +1,6 @@
 """The objects `chat.completion` and `chat.completion.chunk`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
@@ -26,7 +26,9 @@ class ChatFormat:
         for index in choices:
             yield self._event([_choice(index, {"role": "assistant", "content": ""})])
 
-    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
+    def events(
+        self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
+    ) -> Iterable[ServerEvent]:
         has_ids = self._state.return_token_ids and update.token_ids
         delta = _delta(update)
         if not (delta or update.logprobs or update.end or has_ids):
@@ -42,7 +44,7 @@ class ChatFormat:
             choice["stop_reason"] = stop_reason(update.end)
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
-        yield self._event([choice], usage if self._state.continuous_usage else None)
+        yield self._event([choice], usage() if self._state.continuous_usage else None)
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         if self._state.include_usage:

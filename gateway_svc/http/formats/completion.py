@@ -1,6 +1,6 @@
 """The objects `text_completion`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
@@ -24,7 +24,9 @@ class CompletionFormat:
     def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
         return ()
 
-    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
+    def events(
+        self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
+    ) -> Iterable[ServerEvent]:
         has_ids = self._state.return_token_ids and update.token_ids
         if not (update.text or update.logprobs or update.end or has_ids):
             # Text that is held back comes with a later update.
@@ -37,7 +39,7 @@ class CompletionFormat:
         }
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
-        yield self._event([choice], usage if self._state.continuous_usage else None)
+        yield self._event([choice], usage() if self._state.continuous_usage else None)
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         if self._state.include_usage:

@@ -1,6 +1,6 @@
 """What the formats of output have in common."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,8 +85,10 @@ class Format(Protocol):
     def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
         """Events before the first token of a prompt's choices."""
 
-    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
-        """Events of a choice's update; `usage` is that until now."""
+    def events(
+        self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
+    ) -> Iterable[ServerEvent]:
+        """Events of a choice's update; `usage` returns that until now, which few clients want."""
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         """Events after the end of all choices."""

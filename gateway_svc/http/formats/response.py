@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -45,7 +45,9 @@ class ResponseFormat:
     def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
         return self._new(self._first_events())
 
-    def events(self, index: int, update: ChoiceUpdate, usage: Usage) -> Iterable[ServerEvent]:
+    def events(
+        self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
+    ) -> Iterable[ServerEvent]:
         return merged(self._new(self._events(update, usage)))
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
@@ -85,7 +87,7 @@ class ResponseFormat:
             data = {"type": name, "sequence_number": number, "response": started}
             yield ServerEvent(data, name)
 
-    def _events(self, update: ChoiceUpdate, usage: Usage) -> Iterator[ServerEvent]:
+    def _events(self, update: ChoiceUpdate, usage: Callable[[], Usage]) -> Iterator[ServerEvent]:
         [choice] = self._generation.choices
         if not self._is_replayed:
             self._items.replay(choice.received_pieces)
@@ -94,7 +96,7 @@ class ResponseFormat:
         if update.end is not None:
             self._end = update.end
             yield from self._items.end(choice.num_tokens, update.end.is_stop)
-            response = self._response(self._status, usage)
+            response = self._response(self._status, usage())
             name = f"response.{self._status}"
             yield self._items.event(choice.num_tokens + 1, name, response=response)
 
