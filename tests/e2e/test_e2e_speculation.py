@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 from typing import Any, Self
 
@@ -41,27 +42,31 @@ KINDS: list[dict[str, Any]] = [
 pytestmark = pytest.mark.slow
 
 
-async def written(client: AsyncClient) -> list[list[list[int]]]:
-    """The tokens of every prompt with every kind of parameters, all at once, and then alone."""
-
-    async def ask(prompt: str, seed: int, kind: dict[str, Any]) -> list[list[int]]:
-        params = SamplingParams(seed=seed, max_tokens=80, **kind)
-        output = await client.generate(prompt, params)
-        for choice in output.outputs if "logprobs" in kind else ():
-            assert choice.logprobs is not None
-            pairs = zip(choice.token_ids, choice.logprobs, strict=True)
-            assert all(token_id in entries for token_id, entries in pairs)
-        return [list(choice.token_ids) for choice in output.outputs]
-
-    cases = [(prompt, kind) for prompt in PROMPTS for kind in KINDS]
-    at_once = await asyncio.gather(*(ask(*one) for one in _numbered(cases)))
-    alone = [await ask(*one) for one in _numbered(cases)[::6]]
-    assert alone == at_once[::6]
-    return at_once
+async def written_at_once(client: AsyncClient) -> list[list[list[int]]]:
+    """The tokens of every prompt with every kind of parameters, all beside each other."""
+    return await asyncio.gather(*(_ask(client, *case) for case in _cases()))
 
 
-def _numbered(cases: list[tuple[str, Any]]) -> list[tuple[str, int, Any]]:
+async def written_alone(client: AsyncClient) -> list[list[list[int]]]:
+    """The tokens of every prompt with the first kind of parameters, one after the other."""
+    return [await _ask(client, *case) for case in _cases()[:: len(KINDS)]]
+
+
+def _cases() -> list[tuple[str, int, dict[str, Any]]]:
+    cases = itertools.product(PROMPTS, KINDS)
     return [(prompt, seed, kind) for seed, (prompt, kind) in enumerate(cases)]
+
+
+async def _ask(
+    client: AsyncClient, prompt: str, seed: int, kind: dict[str, Any]
+) -> list[list[int]]:
+    params = SamplingParams(seed=seed, max_tokens=80, **kind)
+    output = await client.generate(prompt, params)
+    for choice in output.outputs if "logprobs" in kind else ():
+        assert choice.logprobs is not None
+        pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+        assert all(token_id in entries for token_id, entries in pairs)
+    return [list(choice.token_ids) for choice in output.outputs]
 
 
 class Drafts:
@@ -116,18 +121,23 @@ def _status_of(address: str) -> GetStatusResponse:
 async def test_speculation_changes_no_token_and_goes_on_after_a_death() -> None:
     with LocalStack("demo/model", settings=SETTINGS) as stack:
         async with AsyncClient(stack.address) as client, Drafts(stack) as drafts:
-            expected = await written(client)
+            expected = await written_at_once(client)
+            assert await written_alone(client) == expected[:: len(KINDS)]
     assert drafts.num_readings
     assert drafts.num_drafts == 0
     with LocalStack(
         "demo/model", num_workers=2, num_schedulers=2, settings=SPECULATING, restart=True
     ) as stack:
         async with AsyncClient(stack.address) as client:
+            # How many drafts rows beside each other get depends on how many are in a step, and so
+            # on time. A row alone gets as many every time: here 102, of which 89 are right.
             async with Drafts(stack) as drafts:
-                assert await written(client) == expected
-            assert drafts.num_drafts >= drafts.num_accepted > 100
+                assert await written_alone(client) == expected[:: len(KINDS)]
+            assert drafts.num_drafts >= drafts.num_accepted > 80
+            async with drafts:
+                assert await written_at_once(client) == expected
             # Killed in the middle of the work: what is recovered goes on with the same tokens.
-            again = asyncio.create_task(written(client))
+            again = asyncio.create_task(written_at_once(client))
             async with drafts:
                 num_drafts = drafts.num_drafts
                 await until(lambda: drafts.num_drafts > num_drafts, "drafts of new requests")
