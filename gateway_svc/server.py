@@ -175,7 +175,7 @@ class Gateway:
         continue for a grace period, in which they can be resumed at another gateway.
         """
         self.live_limits.is_stopping = True
-        self.scheduler.requests.detach_all(stopping())
+        self.scheduler.detach_all(stopping())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
                 await self._wait_until_idle()

@@ -1,6 +1,7 @@
 """Counts live HTTP requests, and refuses those of foreign pages and beyond the gateway's limits."""
 
 import asyncio
+from collections.abc import Awaitable
 
 import grpc
 from fastapi import FastAPI
@@ -8,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway_svc.access.authentication import Authentication
-from gateway_svc.admission.live_limits import HeldBytes, LiveLimits
+from gateway_svc.admission.live_limits import HeldBytes, LiveLimits, stopping
 from gateway_svc.admission.web_pages import WebPages
 from gateway_svc.http.errors import BODY_TIMEOUT, to_http
 from gateway_svc.http.response_writer import ResponseWriter
@@ -55,14 +56,32 @@ class LiveRequests:
         self._idle.clear()
         try:
             with self._limits.hold(principal=self._principal(scope)) as held:
-                await self._app(scope, _counted(receive, held), send)
+                await self._run(scope, _counted(receive, held), send)
         except RequestError as error:
-            # Of the limits: the application's own errors are responses.
+            # Of the limits or the end: the application's own errors are responses.
             await _write(error, send)
         finally:
             self._num_live -= 1
             if not self._num_live:
                 self._idle.set()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application. A request that ends without a response because the gateway stops,
+        such as one whose body has not arrived, gets the error of those that come later."""
+        has_started = False
+
+        def noting(message: Message) -> Awaitable[None]:
+            nonlocal has_started
+            has_started = True
+            return send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if has_started or not self._limits.is_stopping:
+                raise
+        if not has_started and self._limits.is_stopping:
+            raise stopping()
 
     def _principal(self, scope: Scope) -> str:
         """The tenant that sends a request; empty without a key that is known: the application

@@ -83,10 +83,15 @@ class HttpServer:
         log.info("serving HTTP", address=self.address, tls=self._server.config.ssl is not None)
 
     async def stop(self) -> None:
-        """End all connections."""
+        """End all requests and connections."""
         if self._task is not None:
             self._server.exit()
             await asyncio.gather(self._task, return_exceptions=True)
+            tasks = list(self._server.server_state.tasks)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_SHUTDOWN_S)
 
 
 def _with_cors(app: ASGIApp, allowed_origins: tuple[str, ...]) -> ASGIApp:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -50,7 +50,10 @@ class Shards:
         self._on_state = on_state
         self._tls = tls
         self._connections: list[ShardConnection] = []
-        self._was_connected = asyncio.Event()
+        # Set with the first connection, or by `detach_all`.
+        self._waits_end = asyncio.Event()
+        # Of requests that wait for the first connection, once they are ended.
+        self._end: RequestError | None = None
         self._is_started = False
         # The last reason that `on_state` was called with.
         self._reason: str | None = None
@@ -82,15 +85,24 @@ class Shards:
 
     async def wait_until_connected(self) -> None:
         """Wait for the first connection, whose hello limits requests. RequestError after
-        `wait_s`.
+        `wait_s`, and after `detach_all`.
         """
-        if self._was_connected.is_set():
-            return
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._was_connected.wait()
-        except TimeoutError:
-            raise scheduler_unavailable() from None
+        if not self._waits_end.is_set():
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._waits_end.wait()
+            except TimeoutError:
+                raise scheduler_unavailable() from None
+        if self._end is not None:
+            # Without the traceback of others.
+            raise replace(self._end)
+
+    def detach_all(self, error: RequestError) -> None:
+        """End with `error` every stream, whose request runs on and can be resumed elsewhere, and
+        every request that waits for the first connection."""
+        self._end = error
+        self._waits_end.set()
+        self.requests.detach_all(error)
 
     async def status(self) -> Sequence[ShardStatus | None]:
         """By shard, its status, with block maps; None if its leader did not send one.
@@ -125,7 +137,7 @@ class Shards:
     def _publish(self) -> None:
         """Publish the state of all shards together."""
         if any(one.outage is not Outage.SCHEDULER for one in self._connections):
-            self._was_connected.set()
+            self._waits_end.set()
         outages = [one.outage for one in self._connections]
         is_ready = None in outages
         is_connected = Outage.WORKER in outages

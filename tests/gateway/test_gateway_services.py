@@ -6,20 +6,22 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import httpx2
 import pytest
 from gateway_fake_scheduler import MAX_MODEL_LEN, FakeScheduler
-from gateway_stack import Stack
+from gateway_stack import Stack, info_of
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tokenizers import processors
+from waiting import until
 
 from gateway_svc.generation import tokenization
 from gateway_svc.server import SERVICES, Gateway
@@ -219,6 +221,43 @@ async def test_draining_waits_for_streams_and_stopping_ends_them(
         assert any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in details)
         await stopping
     await scheduler.stop()
+
+
+async def test_requests_that_wait_for_a_scheduler_or_a_body_end_when_it_stops(
+    settings_for: Callable[..., GatewaySettings],
+) -> None:
+    may_go_on = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        await may_go_on.wait()
+
+    gateway = Gateway(settings_for(scheduler="127.0.0.1:1", http_listen="127.0.0.1:0"))
+    address = await gateway.start()
+    await until(lambda: gateway.served.is_set, "the model")
+    assert gateway.http is not None
+    http = httpx2.AsyncClient(base_url=f"http://{gateway.http.address}")
+    async with grpc.aio.insecure_channel(address) as channel, http:
+        inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = inference.Generate(pb.GenerateRequest(text="x"))
+        path, json_type = "/v1/completions", {"content-type": "application/json"}
+        posts = [
+            asyncio.create_task(http.post(path, json={"prompt": "x"})),
+            asyncio.create_task(http.post(path, json={"prompt": "x", "stream": True})),
+            asyncio.create_task(http.post(path, content=body(), headers=json_type)),
+        ]
+        await until(lambda: gateway.live_limits.num_calls == 4, "the calls")
+        await gateway.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert (info_of(caught.value).reason, caught.value.code()) == (
+            "STOPPING",
+            grpc.StatusCode.UNAVAILABLE,
+        )
+        may_go_on.set()
+        for response in await asyncio.gather(*posts):
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert response.json()["error"]["code"] == "stopping"
 
 
 @contextmanager
