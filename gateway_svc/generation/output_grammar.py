@@ -25,10 +25,11 @@ _TOOLS = "conversation.tools"
 
 @dataclass(frozen=True)
 class OutputGrammar:
-    """A grammar, and the field that it is made of."""
+    """A grammar, the field that it is made of, and whose it is."""
 
     compiled: CompiledFormat
     field: str
+    principal: str
     # The output is free up to these; empty: guided from the start.
     begins_after_token_ids: Sequence[int] = ()
 
@@ -37,6 +38,7 @@ class OutputGrammar:
             definition=self.compiled.definition,
             begins_after_token_ids=self.begins_after_token_ids,
             field=self.field,
+            principal=self.principal,
         )
 
 
@@ -67,12 +69,12 @@ async def build(
         compiled = await _of_tools(conversation, model, parsing, principal, content)
         if parsing.tool_format == HARMONY:
             # It has the reasoning, too.
-            return OutputGrammar(compiled, field)
+            return OutputGrammar(compiled, field, principal)
     else:
         return None
     end = None if parsing is None else output_parsing.reasoning_end(parsing)
     begins_after: Sequence[int] = () if end is None else await model.encode(end, False)
-    return OutputGrammar(compiled, field, begins_after)
+    return OutputGrammar(compiled, field, principal, begins_after)
 
 
 async def _of_tools(

@@ -1,11 +1,12 @@
 """Threads that tenants share: those that wait for one are served round robin."""
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from quire.service.grammars import RoundRobin
 
 T = TypeVar("T")
 
@@ -17,8 +18,7 @@ class FairThreads:
     def __init__(self, threads: ThreadPoolExecutor, num_threads: int) -> None:
         self._threads = threads
         self._num_free = num_threads
-        # By principal, the next one first; without those that do not wait.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting = RoundRobin[asyncio.Future[None]]()
 
     @asynccontextmanager
     async def hold(self, principal: str) -> AsyncIterator["HeldThread"]:
@@ -39,7 +39,7 @@ class FairThreads:
 
     async def _wait(self, principal: str) -> None:
         given = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(principal, deque()).append(given)
+        self._waiting.put(principal, given)
         try:
             await given
         except asyncio.CancelledError:
@@ -50,10 +50,7 @@ class FairThreads:
     def _pass_on(self) -> None:
         """Give a thread to the next call that waits and was not cancelled."""
         while self._waiting:
-            principal, calls = self._waiting.popitem(last=False)
-            given = calls.popleft()
-            if calls:
-                self._waiting[principal] = calls
+            given = self._waiting.pop()
             if not given.cancelled():
                 given.set_result(None)
                 return

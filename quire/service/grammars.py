@@ -1,4 +1,5 @@
-"""Grammars of llguidance: the vocabulary that they read, and matchers with limits.
+"""Grammars of llguidance: the vocabulary that they read, matchers with limits, and the threads that
+compile them, with the queue of what waits.
 
 Gateways compile a grammar to check it, workers to follow it; both must decide alike.
 """
@@ -8,18 +9,21 @@ import os
 import re
 import sys
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Generic, TypeVar, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders
 
 from quire.service.plain_tokenizer import PlainTokenizer
+
+T = TypeVar("T")
 
 # Without texts of the parser's state in errors: they hold the output. The fuel bounds the work at
 # the start of a grammar: with the library's million, `(a{1000}){1000}` takes a second. The other
@@ -184,6 +188,29 @@ def _be_nice(niceness: int) -> None:
     """Lower this thread's priority; elsewhere than on Linux it would be the process's."""
     if niceness and sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+class RoundRobin(Generic[T]):
+    """What waits for such a thread: principals are served round robin, the oldest
+    item of each first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # The next principal first; without those that have no items.
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, principal: str, item: T) -> None:
+        self._waiting.setdefault(principal, deque()).append(item)
+
+    def pop(self) -> T:
+        """Remove the oldest item of the next principal. KeyError if there is none."""
+        principal, items = self._waiting.popitem(last=False)
+        item = items.popleft()
+        if items:
+            self._waiting[principal] = items
+        return item
 
 
 def is_rejection(error: str) -> bool:

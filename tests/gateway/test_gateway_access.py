@@ -26,6 +26,7 @@ from gateway_svc.settings import GatewaySettings
 from quire.client.async_client import AsyncClient
 from quire.client.client import Client
 from quire.client.errors import QuireError
+from quire.internal.v1 import logits_pb2
 from quire.service.api_keys import hash_key, header_value, new_key
 from quire.service.channels import channel_options
 from quire.service.errors import RequestError
@@ -161,6 +162,13 @@ async def test_a_submission_has_the_tenant(guarded: Stack, keys: Keys) -> None:
         await call
     assert [one.principal for one in seen] == ["alpha", "beta", "sharing"]
     assert [one.cache_salt for one in seen] == [b"\xffalpha\xffs", b"\xffbeta\xffs", b"s"]
+    # Of a grammar as well, for the worker's threads.
+    request.sampling_params.structured_output.regex = "[a-z]+"
+    call = guarded.inference.Generate(request, metadata=keys.metadata(keys.beta))
+    submission = await guarded.scheduler.serve_one(guarded.encode("fox"))
+    await call
+    params = logits_pb2.LogitsParams.FromString(submission.params.logits_params)
+    assert params.grammar.principal == "beta"
     policy = seen[0].tenant
     assert (policy.weight, policy.requests_per_minute, policy.resumable_requests) == (2.5, 60, 0)
     assert not policy.HasField("tokens_per_minute")

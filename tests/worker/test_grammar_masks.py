@@ -3,7 +3,10 @@
 import json
 import random
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from worker_driver import Sequence, admit
 
 from quire.internal.v1 import worker_pb2
 from quire.service.grammars import GrammarError, GrammarVocabulary, NoGrammarsError
+from worker_svc.grammar import compiler as compiler_module
 from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
 from worker_svc.grammar.masks import TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
@@ -42,7 +46,7 @@ class Guide:
         self, lark: str, stops: Ints = NO_STOPS, begins_after: tuple[int, ...] = ()
     ) -> RowGrammar:
         definition = LLMatcher.grammar_from_lark(lark)
-        matcher = self.compiler.prepare(definition).result().deep_copy()
+        matcher = self.compiler.prepare(Grammar(definition)).result().deep_copy()
         return RowGrammar(matcher, begins_after, stops.tolist(), self.vocabulary.end_id)
 
     def possible(self, row: RowGrammar) -> set[int]:
@@ -150,7 +154,7 @@ def test_the_text_of_a_special_token_is_spelled_by_ordinary_ones(
             LLMatcher.grammar_from_lark(f"start: {json.dumps(text, ensure_ascii=False)}"),
             LLMatcher.grammar_from_regex(re.escape(text)),
         ):
-            matcher = guide.compiler.prepare(definition).result().deep_copy()
+            matcher = guide.compiler.prepare(Grammar(definition)).result().deep_copy()
             row = RowGrammar(matcher, (), stops.tolist(), guide.vocabulary.end_id)
             output: list[int] = []
             while not row.has_ended:
@@ -300,13 +304,44 @@ def test_a_tokenizer_at_which_the_library_panics_is_refused() -> None:
 
 def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
     compiler = GrammarCompiler(guide.vocabulary, max_grammars=2)
-    a, b, c = (LLMatcher.grammar_from_lark(f'start: "{text}"') for text in "abc")
+    a, b, c = (Grammar(LLMatcher.grammar_from_lark(f'start: "{text}"')) for text in "abc")
     first = compiler.prepare(a)
     compiler.prepare(b)
     assert compiler.prepare(a) is first
     compiler.prepare(c)
     assert len(compiler) == 2
     assert compiler.prepare(a) is first
+
+
+def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that several of them need is compiled once, when the first one is served."""
+    monkeypatch.setattr(compiler_module, "_NUM_THREADS", 1)
+    vocabulary = replace(guide.vocabulary)
+    compiler = GrammarCompiler(vocabulary)
+    compiled, has_begun, may_go_on = list[str](), threading.Event(), threading.Event()
+
+    def compile_when_allowed(used: GrammarVocabulary, definition: str) -> LLMatcher:
+        # Threads of other tests' compilers may still have work.
+        if used is vocabulary:
+            has_begun.set()
+            may_go_on.wait()
+            compiled.append(definition)
+        return LLMatcher(used.tokenizer, definition)
+
+    monkeypatch.setattr(GrammarVocabulary, "compile", compile_when_allowed)
+    waiting = [("x", "0"), ("x", "1"), ("x", "2"), ("x", "3"), ("y", "3"), ("y", "4"), ("z", "5")]
+    grammars = [
+        Grammar(LLMatcher.grammar_from_lark(f'start: "{text}"'), principal=principal)
+        for principal, text in waiting
+    ]
+    prepared = [compiler.prepare(grammars[0])]
+    assert has_begun.wait(10)
+    prepared += [compiler.prepare(grammar) for grammar in (*grammars[1:], grammars[0])]
+    may_go_on.set()
+    wait(prepared, 10)
+    order = [grammars[at].definition for at in (0, 1, 4, 6, 2, 5)]
+    assert compiled == order
+    assert prepared[0] is prepared[-1]
 
 
 def test_rows_of_one_grammar_do_not_disturb_each_other(guide: Guide) -> None:
@@ -318,7 +353,7 @@ def test_rows_of_one_grammar_do_not_disturb_each_other(guide: Guide) -> None:
 
 def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
     with pytest.raises(GrammarError):
-        guide.compiler.prepare(LLMatcher.grammar_from_lark("start: missing")).result()
+        guide.compiler.prepare(Grammar(LLMatcher.grammar_from_lark("start: missing"))).result()
 
 
 def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:
@@ -333,7 +368,7 @@ def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) ->
     readable = find_grammars(tmp_path, 300)
     assert readable is not None
     definition = LLMatcher.grammar_from_lark('start: "a"')
-    assert readable.prepare(definition).result().is_accepting() is False
+    assert readable.prepare(Grammar(definition)).result().is_accepting() is False
 
 
 @pytest.mark.parametrize("pretty", [False, True])

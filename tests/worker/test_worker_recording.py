@@ -59,7 +59,9 @@ def every_logits_param() -> LogitsParams:
         bad_words_lengths=[1, 2],
         processed_logprobs=True,
         typical_p=0.75,
-        grammar=Grammar(definition="start: /a+/", begins_after_token_ids=[8, 9], field="x"),
+        grammar=Grammar(
+            definition="start: /a+/", begins_after_token_ids=[8, 9], field="x", principal="y"
+        ),
     )
     params.processor_args.update({"mine": {"strength": 2.0, "names": ["a", None]}})
     assert {field.name for field, _ in params.ListFields()} == {

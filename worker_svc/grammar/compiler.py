@@ -9,7 +9,13 @@ from typing import Final
 import structlog
 from llguidance import LLMatcher
 
-from quire.service.grammars import GrammarVocabulary, NoGrammarsError, compiler_threads
+from quire.service.grammars import (
+    GrammarVocabulary,
+    NoGrammarsError,
+    RoundRobin,
+    compiler_threads,
+)
+from worker_svc.plan.logits_params import Grammar
 from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
@@ -22,7 +28,8 @@ _NICENESS: Final = 10
 
 
 class GrammarCompiler:
-    """Compiled grammars by their definitions. All methods may be called on any thread."""
+    """Compiled grammars by their definitions; principals whose grammars wait for a thread are
+    served round robin. All methods may be called on any thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
         self.vocabulary = vocabulary
@@ -31,17 +38,22 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         # The ones used last at the end.
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        # Definitions that wait for a thread. One may be there several times: for each principal
+        # that needs it, so that none waits behind the grammars of another.
+        self._waiting = RoundRobin[tuple[str, Future[LLMatcher]]]()
 
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def prepare(self, definition: str) -> Future[LLMatcher]:
+    def prepare(self, grammar: Grammar) -> Future[LLMatcher]:
         """Start to compile a grammar, unless it is there. The future's matcher is at the start of
         the grammar, for copies; its error is a GrammarError."""
+        definition = grammar.definition
         with self._lock:
-            compiled = self._compiled.pop(definition, None)
-            if compiled is None:
-                compiled = self._threads.submit(self.vocabulary.compile, definition)
+            compiled = self._compiled.pop(definition, None) or Future[LLMatcher]()
+            if not (compiled.running() or compiled.done()):
+                self._waiting.put(grammar.principal, (definition, compiled))
+                self._threads.submit(self._compile_next)
             self._compiled[definition] = compiled
             while len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
@@ -53,7 +65,22 @@ class GrammarCompiler:
         for admission in plan.admissions:
             params = admission.logits_params
             if params is not None and params.grammar is not None:
-                self.prepare(params.grammar.definition)
+                self.prepare(params.grammar)
+
+    def _compile_next(self) -> None:
+        """Compile the next definition that waits, on a thread; one call was submitted for each."""
+        with self._lock:
+            definition, compiled = self._waiting.pop()
+            if compiled.running() or compiled.done():
+                return
+            compiled.set_running_or_notify_cancel()
+        try:
+            matcher = self.vocabulary.compile(definition)
+        except BaseException as error:
+            # Raised again where the result is read, the library's panics included.
+            compiled.set_exception(error)
+        else:
+            compiled.set_result(matcher)
 
 
 def find_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:

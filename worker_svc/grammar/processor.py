@@ -92,7 +92,7 @@ class GrammarProcessor:
             return False
         if self._compiler is None:
             raise LogitsError(_NO_TOKENIZER)
-        compiled = self._compiler.prepare(params.grammar.definition)
+        compiled = self._compiler.prepare(params.grammar)
         output = token_ids[num_prompt_tokens:].tolist()
         self._waiting[row] = _WaitingRow(params.grammar, params.stop_token_ids, output, compiled)
         self._fields[row] = params.grammar.field

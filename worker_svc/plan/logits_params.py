@@ -29,6 +29,7 @@ class Grammar:
     definition: str  # as the grammar library reads it
     begins_after_token_ids: tuple[int, ...] = ()  # the output is free up to these; empty: guided
     field: str = "sampling_params.structured_output"  # the request's, as errors name it
+    principal: str = ""  # whose grammar it is: principals share the threads that compile
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class LogitsParams:
             message.grammar.definition = self.grammar.definition
             message.grammar.begins_after_token_ids.extend(self.grammar.begins_after_token_ids)
             message.grammar.field = self.grammar.field
+            message.grammar.principal = self.grammar.principal
         if self.processor_args:
             message.processor_args.update(dict(self.processor_args))
         return message.SerializeToString(deterministic=True)
@@ -111,4 +113,4 @@ def _grammar(message: logits_pb2.LogitsParams) -> Grammar | None:
     found = message.grammar
     begins_after = tuple(found.begins_after_token_ids)
     # Requests recorded by an older version have no field.
-    return Grammar(found.definition, begins_after, found.field or Grammar.field)
+    return Grammar(found.definition, begins_after, found.field or Grammar.field, found.principal)
