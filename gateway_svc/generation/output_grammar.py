@@ -11,6 +11,7 @@ from gateway_svc.output_formats.guided import GuidedTool, Node, UnguidedError, s
 from gateway_svc.structured.compiler import CompiledFormat, StructuredOutputCompiler
 from gateway_svc.structured.json_schemas import num_schema_quantifiers
 from gateway_svc.structured.lark import choice_to_lark
+from gateway_svc.structured.lark_source import INITIAL_SKIP_IN_PART
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS
 from gateway_svc.text import chat_messages
 from gateway_svc.text.served_model import Model
@@ -65,6 +66,8 @@ async def build(
                 "IGNORE_EOS_WITH_FORMAT",
                 "is set, but calls of tools that follow their schemas end the output; leave it out",
             )
+        if has_format and compiled.has_initial_skip:
+            raise invalid(f"{_FORMAT}.grammar", "FORMAT_WITH_TOOLS", INITIAL_SKIP_IN_PART)
         content = _content(params.structured_output) if has_format else None
         compiled = await _of_tools(conversation, model, parsing, principal, content)
         if parsing.tool_format == HARMONY:

@@ -49,6 +49,7 @@ class CompiledFormat:
 
     definition: str  # of its grammar
     first_tokens: FirstTokens
+    has_initial_skip: bool = False  # as in `LarkSource`
 
     @property
     def num_bytes(self) -> int:
@@ -205,7 +206,8 @@ def _compile_lark(
     except FormatError as error:
         raise invalid(field, "INVALID_FORMAT", str(error)) from error
     try:
-        return _check(vocabulary, field, definition)
+        compiled = _check(vocabulary, field, definition)
+        return replace(compiled, has_initial_skip=source.has_initial_skip)
     except GrammarError as error:
         reason = _explain_part(vocabulary, source) or f"is refused: {shown_reason(str(error))}"
         raise invalid(field, "INVALID_FORMAT", reason) from error

@@ -18,7 +18,13 @@ from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
 
 # Attributes of rules that the output follows.
 _ATTRIBUTES: Final = frozenset({"lazy", "suffix", "stop", "max_tokens"})
-_OPTIONS: Final = frozenset({"no_forcing", "allow_initial_skip"})
+_INITIAL_SKIP: Final = "allow_initial_skip"
+_OPTIONS: Final = frozenset({"no_forcing", _INITIAL_SKIP})
+# The library heeds it in a whole grammar only.
+INITIAL_SKIP_IN_PART: Final = (
+    f"has the option {_INITIAL_SKIP} of %llguidance, which has no effect where the grammar is a "
+    "part of the format; leave it out, and let the rule start begin with what may be skipped"
+)
 # The library does not bound the states of what several expressions have to match at once: `&` of
 # two repetitions takes gigabytes. A single complement (`~`) is none, that of another one may be.
 _INTERSECTION: Final = {"&": 2, "~": 1}
@@ -71,6 +77,8 @@ class LarkSource:
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Regular expressions and grammars that are parts of it, as grammars of their own.
     parts: dict[str, str] = field(default_factory=dict)
+    # What is ignored may be in front of the first text.
+    has_initial_skip: bool = False
 
     def add(self, part: "LarkSource", place: str) -> None:
         """Note what a part has."""
@@ -203,6 +211,8 @@ class _Reader:
                     f"has the option {key!r:.40} of %llguidance, which is not served; "
                     f"there are {known}"
                 )
+        if isinstance(value, dict) and value.get(_INITIAL_SKIP):
+            self.source.has_initial_skip = True
         return self._grammar[at:end] + "\n", end
 
 

@@ -14,7 +14,7 @@ from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_schemas import json_terminal, prepare_schema
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.lark import grammar_to_lark, quoted, regex_to_lark
-from gateway_svc.structured.lark_source import LarkSource
+from gateway_svc.structured.lark_source import INITIAL_SKIP_IN_PART, LarkSource
 
 _TEXT: Final = r"/(.|\n)*/"
 _Node = Mapping[str, Any]
@@ -195,6 +195,8 @@ class _Writer:
         place = f"{path}/grammar"
         try:
             source = grammar_to_lark(node["grammar"])
+            if source.has_initial_skip:
+                raise FormatError(INITIAL_SKIP_IN_PART)
         except FormatError as error:
             raise FormatError(f"{error}, in the grammar at {place}") from error
         self.source.add(source, place)

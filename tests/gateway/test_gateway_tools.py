@@ -323,6 +323,7 @@ async def test_guided_arguments_are_sent_as_they_come(tools: Stack) -> None:
 
 REFUSED_SCHEMA = Tool(name="b", parameters='{"properties": {"a": {"not": {"type": "null"}}}}')
 TAG = '{"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}'
+SKIPPING = '%llguidance {"allow_initial_skip": true}\nstart: "a"\n%ignore / /'
 
 
 @pytest.mark.parametrize(
@@ -376,8 +377,14 @@ TAG = '{"type": "structural_tag", "format": {"type": "const_string", "value": "a
             "sampling_params.structured_output.regex",
             "INVALID_FORMAT",
         ),
+        (
+            {},
+            pb.SamplingParams(structured_output=StructuredOutput(grammar=SKIPPING)),
+            "sampling_params.structured_output.grammar",
+            "FORMAT_WITH_TOOLS",
+        ),
     ],
-    ids=["schema", "quantifiers", "type", "no object", "ignore_eos", "tag", "regex"],
+    ids=["schema", "quantifiers", "type", "no object", "ignore_eos", "tag", "regex", "skip"],
 )
 async def test_what_cannot_be_guided_is_refused(
     tools: Stack, change: dict[str, Any], params: pb.SamplingParams, field: str, reason: str

@@ -16,6 +16,7 @@ from quire.v1 import structured_output_pb2 as pb
 SCHEMA = {"type": "json_schema", "json_schema": {"type": "null"}}
 TAG = {"begin": "<a>", "content": SCHEMA, "end": "</a>"}
 OPTIONAL = {"type": "or", "elements": [{"type": "regex", "pattern": "a"}, {"type": "any_text"}]}
+SKIPPING = '%llguidance {"allow_initial_skip": true}\nstart: "a"\n%ignore / /'
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,7 @@ def test_attributes_that_are_served(compiler: StructuredOutputCompiler) -> None:
     text = '%llguidance {"no_forcing": true}\nstart: x y\nx[max_tokens=2]: /a*/\ny[stop=";"]: /b*/'
     definition = definition_of(compiler, grammar(text))
     assert {random_text(definition, seed) for seed in range(40)} >= {"b;", "aa;", "aab;"}
+    assert accepts(definition_of(compiler, grammar(SKIPPING)), " a")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,10 @@ def test_unfinished_texts_are_refused_in_time(
             "has no 'pattern' at #/format/elements/1, which is needed",
         ),
         ({"format": {"type": "or", "elements": []}}, "has no elements at #/format/elements"),
+        (
+            {"format": {"type": "grammar", "grammar": SKIPPING}},
+            "has the option allow_initial_skip of %llguidance, which has no effect where",
+        ),
         ({"format": {"type": "const_string", "value": 1}}, "has a value of another type at #/form"),
         (
             {"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [{**TAG, "x": 1}]}},
