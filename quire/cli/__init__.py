@@ -1,10 +1,12 @@
 """The `quire` command: one module per group of subcommands, and what they share.
 
-Called by the entry point `quire` and by `python -m quire`.
+Called by `quire/__main__.py`, which is the entry point.
 """
 
+import sys
+
 import quire.service.grpc_verbosity  # noqa: F401
-from quire.cli.app import app
+from quire.cli.app import INTERRUPTED, app
 from quire.cli.batch import run_batch
 from quire.cli.beam_search import beam_search
 from quire.cli.bench.command import bench
@@ -27,4 +29,11 @@ app.info.cls = CommandGroup
 
 
 def main() -> None:
-    app()
+    """Run a command, and report the errors that are none of its own."""
+    try:
+        app()
+    except OSError as error:
+        # The help could not be written.
+        sys.exit(f"quire: {error}")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

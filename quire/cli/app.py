@@ -17,7 +17,7 @@ from quire.client.operations import DEFAULT_SCHEDULER
 from quire.launcher.errors import LaunchError
 from quire.service.tls import TLS
 
-_INTERRUPTED = 130
+INTERRUPTED = 130
 # The status that a shell reports for a program that SIGPIPE has ended.
 _CLOSED_PIPE = 141
 
@@ -192,4 +192,4 @@ def report_errors(status: int = 1) -> Iterator[None]:
         typer.echo(f"quire: {_message(error)}", err=True)
         raise typer.Exit(status) from error
     except KeyboardInterrupt as interrupt:
-        raise typer.Exit(_INTERRUPTED) from interrupt
+        raise typer.Exit(INTERRUPTED) from interrupt

@@ -21,6 +21,9 @@ from quire.launcher.supervisor import Supervisor
 from quire.service.addresses import reserve
 
 Role = Literal["gateway", "scheduler", "worker"]
+# Of one service. The addresses of all workers are one argument of the scheduler, which the system
+# limits to 128 KiB.
+MAX_PROCESSES = 1024
 
 
 @dataclass(eq=False)
@@ -70,8 +73,13 @@ class LocalStack:
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_schedulers", "num_gateways"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1 (got {getattr(self, name)})")
+            number = getattr(self, name)
+            if number < 1:
+                raise ValueError(f"{name}: must be at least 1 (got {number})")
+            if number > MAX_PROCESSES:
+                raise ValueError(
+                    f"{name}: must be at most {MAX_PROCESSES} on one machine (got {number})"
+                )
         self._tiers: dict[Role, list[ServiceProcess]] = {}
         self._processes = ProcessGroup()
         self._redis: EmbeddedRedis | None = None

@@ -345,6 +345,19 @@ def test_an_interrupt_cancels_the_call(server):
     assert server.inference.released.wait(10)
 
 
+def test_an_interrupt_while_it_is_imported_prints_no_traceback():
+    command = [sys.executable, "-X", "importtime", "-m", "quire", "models"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "quire.service.grpc_verbosity" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
+    assert process.returncode == -signal.SIGINT
+
+
 def test_demo_reports_the_folder_of_its_model(quire, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = quire("demo")

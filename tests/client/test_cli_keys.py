@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from quire.cli import app
@@ -27,8 +28,11 @@ def test_a_name_that_the_keys_file_refuses_has_no_key() -> None:
         assert "quire-" not in result.output
 
 
-def test_an_output_that_cannot_be_written_is_reported() -> None:
-    command = [sys.executable, "-m", "quire", "keys", "new", "research"]
+@pytest.mark.parametrize(
+    "arguments", [("keys", "new", "research"), pytest.param(("--help",), marks=pytest.mark.slow)]
+)
+def test_an_output_that_cannot_be_written_is_reported(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "quire", *arguments]
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert result.returncode == 1

@@ -97,10 +97,13 @@ def test_values_of_flags_are_checked_without_warnings():
                 setting.check("4096")
 
 
-def test_a_number_of_workers_is_at_least_one():
+def test_a_number_of_workers_is_at_least_one_and_fits_a_machine():
     result = serve("--workers", "0")
     assert result.exit_code == 1
     assert result.stderr == "quire: --workers: must be at least 1 (got 0)\n"
+    result = serve("--workers", "1025")
+    assert result.exit_code == 1
+    assert result.stderr == "quire: --workers: must be at most 1024 on one machine (got 1025)\n"
 
 
 def test_the_help_has_frequent_settings_and_names_the_list_of_all():

@@ -95,6 +95,8 @@ def test_a_stack_on_a_given_redis_has_no_private_one(model, redis_url, lasting_k
 
 
 @pytest.mark.parametrize("name", ["num_workers", "num_schedulers", "num_gateways"])
-def test_a_stack_has_at_least_one_of_each(name):
+def test_a_stack_has_at_least_one_of_each_and_at_most_what_fits_a_machine(name):
     with pytest.raises(ValueError, match=rf"{name}: must be at least 1 \(got 0\)"):
         LocalStack("model", **{name: 0})
+    with pytest.raises(ValueError, match=rf"{name}: must be at most 1024 .*\(got 1025\)"):
+        LocalStack("model", **{name: 1025})

@@ -16,7 +16,7 @@ from quire.cli.serve.service_flags import settings_help
 from quire.client.targets import DEFAULT_TARGET
 from quire.launcher.service_settings import service_settings
 from quire.launcher.services import check_installed
-from quire.launcher.stack import LocalStack
+from quire.launcher.stack import MAX_PROCESSES, LocalStack
 from quire.launcher.start_display import StartDisplay
 from quire.service.addresses import check_address
 
@@ -96,6 +96,10 @@ def serve(
     """
     if workers < 1:
         raise ValueError(f"--workers: must be at least 1 (got {workers})")
+    if workers > MAX_PROCESSES:
+        raise ValueError(
+            f"--workers: must be at most {MAX_PROCESSES} on one machine (got {workers})"
+        )
     display = StartDisplay(sys.stderr, partial(typer.echo, err=True), has_logs=verbose)
     stack = LocalStack(
         model,
