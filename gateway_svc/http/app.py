@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from gateway_svc.access.authentication import Authentication
 from gateway_svc.generation.service import GenerationService
@@ -37,6 +38,7 @@ _NAMES = {
     "/tokenize": {"text": "prompt", **CHAT_NAMES},
     "/detokenize": {"token_ids": "tokens"},
 }
+_PREFIX = "/v1"
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -84,12 +86,24 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     """A path or method that does not exist."""
     assert isinstance(error, HTTPException)
     body = {
-        "message": f"{request.method} {request.url.path}: {error.detail}",
+        "message": f"{request.method} {request.url.path}: {error.detail}{_meant(request, error)}",
         "type": "invalid_request_error",
         "param": None,
         "code": None,
     }
     return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+
+
+def _meant(request: Request, error: HTTPException) -> str:
+    """What is wrong with a client's base URL, if it has a path with `/v1` too often or not at
+    all."""
+    path = request.url.path
+    for meant in (f"{_PREFIX}{path}", path.removeprefix(_PREFIX)):
+        scope = {**request.scope, "path": meant}
+        routes = request.app.routes if error.status_code == 404 and meant != path else ()
+        if any(route.matches(scope)[0] is not Match.NONE for route in routes):
+            return f"; the path is {meant}: check the client's base URL"
+    return ""
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:

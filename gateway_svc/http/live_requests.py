@@ -44,6 +44,9 @@ class LiveRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # As without it: a redirect would need the scheme and the host that the client has used,
+        # which a proxy hides.
+        scope["path"] = scope["path"].rstrip("/") or "/"
         try:
             self._pages.check(scope["method"], Headers(scope=scope))
         except RequestError as error:

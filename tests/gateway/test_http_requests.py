@@ -228,8 +228,30 @@ async def test_comments_keep_an_idle_stream_alive(
 async def test_unknown_paths_and_event_ids_are_refused(http: Http) -> None:
     response = await http.client.get("/v1/nothing")
     assert (response.status_code, response.json()["error"]["code"]) == (404, None)
+    assert response.json()["error"]["message"] == "GET /v1/nothing: Not Found"
     response = await http.client.get("/v1/completions")
     assert response.status_code == 405
+    for method, path, meant in (
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("POST", "/v1/v1/completions", "/v1/completions"),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/models/tiny", "/v1/models/tiny"),
+        ("POST", "/v1/tokenize", "/tokenize"),
+    ):
+        response = await http.client.request(method, path)
+        assert response.status_code == 404
+        message = f"{method} {path}: Not Found; the path is {meant}: check the client's base URL"
+        assert response.json()["error"]["message"] == message
+
+
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(http: Http) -> None:
+    for path in ("/v1/models", "/v1/models/tiny", "/health"):
+        response = await http.client.get(f"{path}/")
+        assert (response.status_code, response.json()) == (
+            200,
+            (await http.client.get(path)).json(),
+        )
+    assert (await http.respond("/v1/completions/", {"prompt": "a"}, "fox"))["choices"]
     response = await http.client.get("/v1/requests/r/events", headers={"last-event-id": "x"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "Last-Event-ID"
