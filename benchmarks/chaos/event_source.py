@@ -37,6 +37,7 @@ class EventStream:
         self._body = _body(request)
         self._last_id: str | None = None
         self._num_tokens: dict[int, int] = {}
+        self._last_token_id: dict[int, int] = {}
 
     async def messages(self) -> AsyncGenerator[RequestDelta, None]:
         """Yield what the events have, as messages of the Python client. EventStreamError."""
@@ -109,13 +110,19 @@ class EventStream:
         index, token_ids = choice["index"], choice["token_ids"]
         first = self._num_tokens.get(index, 0)
         self._num_tokens[index] = first + len(token_ids)
+        if token_ids:
+            self._last_token_id[index] = token_ids[-1]
+        stop_reason = choice["stop_reason"]
+        if choice["finish_reason"] == "stop" and stop_reason is None:
+            # An end-of-sequence token, which gRPC reports.
+            stop_reason = self._last_token_id.get(index)
         return CompletionDelta(
             index=index,
             text=choice["text"],
             first_token_index=first,
             token_ids=token_ids,
             finish_reason=choice["finish_reason"],
-            stop_reason=choice["stop_reason"],
+            stop_reason=stop_reason,
         )
 
 

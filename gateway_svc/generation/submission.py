@@ -173,6 +173,8 @@ async def _add_http(
         # Its events are those of pieces, even if all of these are content.
         state.parsing.SetInParent()
     state.http.CopyFrom(http)
+    if http.return_token_ids:
+        state.http.prompt_token_ids.extend(prompt_token_ids)
     if http.echo and is_cut:
         state.http.echo = await model.decode(prompt_token_ids, False)
     if http.echo_logprobs:

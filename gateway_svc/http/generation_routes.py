@@ -178,6 +178,7 @@ def _state(
         include_usage=body.include_usage,
         continuous_usage=body.continuous_usage,
         return_token_ids=bool(body.return_token_ids),
+        ignore_eos=bool(body.ignore_eos),
         return_prompt_logprobs=body.prompt_logprobs is not None,
         format_field=body.format_field,
         num_prompts=num_prompts,

@@ -40,7 +40,9 @@ async def write_events(
                 event_id.open(update.prompt, num_choices)
                 first = update.prompt * num_choices
                 events = [
-                    *form.first_events(range(first, first + num_choices)),
+                    *form.first_events(
+                        range(first, first + num_choices), _prompt_token_ids(update.generation)
+                    ),
                     *(
                         event
                         for echo in _echoes(update.generation)
@@ -90,6 +92,8 @@ class Collector:
         outputs = self._outputs.get(update.prompt)
         if outputs is None:
             outputs = self._outputs[update.prompt] = [Output() for _ in generation.choices]
+            for output in outputs:
+                output.prompt_token_ids = _prompt_token_ids(generation)
             for echo in _echoes(generation):
                 outputs[echo.index].add(echo)
         for part in update.parts:
@@ -116,6 +120,14 @@ async def _events(
     if len(update.logprobs) < _MANY_LOGPROBS:
         return form.events(index, update, usage)
     return await asyncio.to_thread(lambda: list(form.events(index, update, usage)))
+
+
+def _prompt_token_ids(generation: Generation) -> list[int] | None:
+    """Those of the prompt, if the client wants them."""
+    state = generation.state
+    if state is None or not state.http.return_token_ids:
+        return None
+    return list(state.http.prompt_token_ids)
 
 
 def _echoes(generation: Generation) -> list[ChoiceUpdate]:

@@ -310,6 +310,67 @@ async def test_a_stop_string_is_kept_if_wanted(http: Http) -> None:
         )
 
 
+async def test_token_ids_are_those_of_prompt_and_output(http: Http) -> None:
+    """As in vLLM: of each choice's prompt, and of a chat's at top level; in the first event of a
+    stream."""
+    prompts, output = [[5, 6], [7]], http.stack.encode("fox")
+    shared = {"return_token_ids": True}
+    sending = http.start("/v1/completions", {"prompt": prompts, **shared})
+    for _ in prompts:
+        await http.stack.scheduler.serve_one(output)
+    choices = (await sending).json()["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    assert [choice["token_ids"] for choice in choices] == [output, output]
+    body = {"prompt": [5, 6], "stream": True, **shared}
+    async with http.stream("/v1/completions", body) as events:
+        await http.stack.scheduler.serve_one(output)
+        first, *others = [e.json()["choices"][0] for e in await events.rest() if e.data[0] == "{"]
+    assert (first["prompt_token_ids"], first["token_ids"], first["text"]) == ([5, 6], [], "")
+    assert [id_ for choice in others for id_ in choice["token_ids"]] == output
+    assert not any("prompt_token_ids" in choice for choice in others)
+    body = {"messages": [{"role": "user", "content": "a"}], **shared}
+    sending = http.start("/v1/chat/completions", body)
+    submission = await http.stack.scheduler.serve_one(output)
+    response = (await sending).json()
+    assert response["prompt_token_ids"] == list(submission.prompt_token_ids)
+    async with http.stream("/v1/chat/completions", {**body, "n": 2, "stream": True}) as events:
+        submission = await http.submission()
+        http.stack.scheduler.accept(submission)
+        for _ in range(2):
+            chunk = (await events.next()).json()
+            assert chunk["prompt_token_ids"] == list(submission.prompt_token_ids)
+        for choice in range(2):
+            http.stack.scheduler.end(submission, 0, choice=choice)
+        last = [event.json() for event in await events.rest() if event.data[0] == "{"]
+    assert not any("prompt_token_ids" in chunk for chunk in last)
+
+
+async def test_the_reason_of_a_stop_is_no_end_of_sequence_token(http: Http) -> None:
+    """As in vLLM."""
+    [eos] = http.stack.gateway.served.get(None).files.eos_token_ids
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "The"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        for params, token_id, expected in (
+            ({}, eos, None),
+            ({"stop_token_ids": [eos]}, eos, None),
+            ({"stop_token_ids": [5]}, 5, 5),
+            ({"stop_token_ids": [eos], "ignore_eos": True}, eos, eos),
+        ):
+            for stream in (False, True):
+                sending = http.start(path, {**prompt, **params, "stream": stream})
+                sent = await http.submission()
+                http.stack.scheduler.accept(sent)
+                http.stack.scheduler.write(sent, 0, [token_id])
+                reason = scheduler_pb2.END_REASON_STOP_TOKEN
+                http.stack.scheduler.end(sent, 1, reason, stop_token_id=token_id)
+                text = (await sending).text
+                # The last event before [DONE].
+                found = json.loads(text.split("data: ")[-2] if stream else text)["choices"][0]
+                assert (found["finish_reason"], found["stop_reason"]) == ("stop", expected)
+
+
 INVALID_FIELDS: list[tuple[dict[str, object], str, str]] = [
     ({"prompt": None}, "prompt", "invalid_field"),
     ({"prompt": []}, "prompt", "invalid_field"),

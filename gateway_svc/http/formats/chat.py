@@ -22,9 +22,14 @@ class ChatFormat:
             "model": model.name,
         }
 
-    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
+    def first_events(
+        self, choices: Iterable[int], prompt_token_ids: list[int] | None
+    ) -> Iterable[ServerEvent]:
         for index in choices:
-            yield self._event([_choice(index, {"role": "assistant", "content": ""})])
+            event = self._event([_choice(index, {"role": "assistant", "content": ""})])
+            if prompt_token_ids is not None:
+                event.data["prompt_token_ids"] = prompt_token_ids
+            yield event
 
     def events(
         self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
@@ -41,7 +46,7 @@ class ChatFormat:
             "finish_reason": finish_reason(update.end),
         }
         if update.end is not None:
-            choice["stop_reason"] = stop_reason(update.end)
+            choice["stop_reason"] = stop_reason(update.end, self._model, self._state)
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
         yield self._event([choice], usage() if self._state.continuous_usage else None)
@@ -57,7 +62,7 @@ class ChatFormat:
                 "message": _message(output),
                 "logprobs": self._joined_logprobs(output),
                 "finish_reason": finish_reason(output.end),
-                "stop_reason": stop_reason(output.end),
+                "stop_reason": stop_reason(output.end, self._model, self._state),
                 **({"token_ids": output.token_ids} if self._state.return_token_ids else {}),
             }
             for index, output in enumerate(outputs)
@@ -67,6 +72,11 @@ class ChatFormat:
             "object": "chat.completion",
             "choices": choices,
             "usage": usage.to_json(),
+            **(
+                {}
+                if outputs[0].prompt_token_ids is None
+                else {"prompt_token_ids": outputs[0].prompt_token_ids}
+            ),
             **(
                 {}
                 if outputs[0].prompt_logprobs is None

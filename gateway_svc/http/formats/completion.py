@@ -21,8 +21,12 @@ class CompletionFormat:
             "model": model.name,
         }
 
-    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
-        return ()
+    def first_events(
+        self, choices: Iterable[int], prompt_token_ids: list[int] | None
+    ) -> Iterable[ServerEvent]:
+        for index in choices if prompt_token_ids is not None else ():
+            ids = {"prompt_token_ids": prompt_token_ids, "token_ids": []}
+            yield self._event([{**_choice(index, ""), **ids}])
 
     def events(
         self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
@@ -35,7 +39,7 @@ class CompletionFormat:
             **_choice(index, update.text),
             "logprobs": completion_logprobs(update, self._model),
             "finish_reason": finish_reason(update.end),
-            "stop_reason": stop_reason(update.end),
+            "stop_reason": stop_reason(update.end, self._model, self._state),
         }
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
@@ -51,13 +55,18 @@ class CompletionFormat:
                 **_choice(index, output.text),
                 "logprobs": self._joined_logprobs(output),
                 "finish_reason": finish_reason(output.end),
-                "stop_reason": stop_reason(output.end),
-                **({"token_ids": output.token_ids} if self._state.return_token_ids else {}),
+                "stop_reason": stop_reason(output.end, self._model, self._state),
+                **self._token_ids(output),
                 **self._prompt_logprobs(output),
             }
             for index, output in enumerate(outputs)
         ]
         return {**self._fixed, "choices": choices, "usage": usage.to_json()}
+
+    def _token_ids(self, output: Output) -> dict[str, Any]:
+        if not self._state.return_token_ids:
+            return {}
+        return {"token_ids": output.token_ids, "prompt_token_ids": output.prompt_token_ids}
 
     def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
         if output.prompt_logprobs is None:

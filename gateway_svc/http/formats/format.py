@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.scheduler.events import TokenLogprobs
+from gateway_svc.text.served_model import Model
+from quire.internal.v1 import gateway_pb2
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Output:
     end: ChoiceEnd | None = None
     # Of the prompt, one per token; None unless requested.
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    # None unless requested.
+    prompt_token_ids: list[int] | None = None
 
     def add(self, update: ChoiceUpdate) -> None:
         self.texts.append(update.text)
@@ -82,8 +86,11 @@ class Output:
 class Format(Protocol):
     """Renders the output of one HTTP request. Choices are numbered across its prompts."""
 
-    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
-        """Events before the first token of a prompt's choices."""
+    def first_events(
+        self, choices: Iterable[int], prompt_token_ids: list[int] | None
+    ) -> Iterable[ServerEvent]:
+        """Events before the first token of a prompt's choices, with the ids of the prompt's tokens
+        if they are requested."""
 
     def events(
         self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
@@ -105,8 +112,14 @@ def finish_reason(end: ChoiceEnd | None) -> str | None:
     return "tool_calls" if end.has_calls else "stop"
 
 
-def stop_reason(end: ChoiceEnd | None) -> str | int | None:
-    """The stop string or token id that ended a choice, as vLLM reports it."""
+def stop_reason(
+    end: ChoiceEnd | None, model: Model, state: gateway_pb2.HttpState
+) -> str | int | None:
+    """The stop string, or the id of the stop token, that ended a choice. As in vLLM it is None for
+    the end-of-sequence tokens of the model."""
     if end is None:
         return None
-    return end.stop_string if end.stop_string is not None else end.stop_token_id
+    if end.stop_string is not None:
+        return end.stop_string
+    is_end = not state.ignore_eos and end.stop_token_id in model.files.eos_token_ids
+    return None if is_end else end.stop_token_id

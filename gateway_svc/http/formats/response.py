@@ -42,7 +42,9 @@ class ResponseFormat:
         self._is_replayed = False
         self._fixed = _fixed_fields(request_id, state)
 
-    def first_events(self, choices: Iterable[int]) -> Iterable[ServerEvent]:
+    def first_events(
+        self, choices: Iterable[int], prompt_token_ids: list[int] | None
+    ) -> Iterable[ServerEvent]:
         return self._new(self._first_events())
 
     def events(
