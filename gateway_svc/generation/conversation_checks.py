@@ -33,6 +33,8 @@ def check_messages(conversation: conversation_pb2.Conversation) -> None:
     )
     for at, message in enumerate(conversation.messages):
         _check_message(f"conversation.messages[{at}]", message)
+    if conversation.continue_final_message:
+        _check_continued(conversation)
 
 
 def _check_message(field: str, message: conversation_pb2.Message) -> None:
@@ -55,6 +57,17 @@ def _check_message(field: str, message: conversation_pb2.Message) -> None:
         check_at_most(f"{field}.tool_call_id", "ID_LENGTH", *at_most)
     if message.HasField("name"):
         check_at_most(f"{field}.name", "NAME_LENGTH", len(message.name), 64, "characters")
+
+
+def _check_continued(conversation: conversation_pb2.Conversation) -> None:
+    field, last = "conversation.continue_final_message", conversation.messages[-1]
+    if conversation.add_generation_prompt:
+        raise invalid(
+            field, "TWO_ENDS", "is set together with add_generation_prompt; set one of them"
+        )
+    if not last.content.strip() or last.tool_calls:
+        found = "calls of tools" if last.tool_calls else "no text"
+        raise invalid(field, "NOTHING_TO_CONTINUE", f"is set, but the last message has {found}")
 
 
 def check_tools(conversation: conversation_pb2.Conversation) -> None:

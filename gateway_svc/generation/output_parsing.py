@@ -24,8 +24,16 @@ _HARMONY_FINAL = "<|channel|>final<|message|>"
 _ID_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def check_tool_format(conversation: conversation_pb2.Conversation, formats: ModelFormats) -> None:
-    """RequestError at the tools if their calls could not be read."""
+def check_formats(conversation: conversation_pb2.Conversation, formats: ModelFormats) -> None:
+    """RequestError at the tools if their calls could not be read, and at the continuation of a
+    message if its output could not."""
+    if conversation.continue_final_message and HARMONY in (formats.tools, formats.reasoning):
+        raise invalid(
+            "conversation.continue_final_message",
+            "UNSUPPORTED_FIELD",
+            f"is not served for models of the format {HARMONY}, whose output begins with the kind "
+            "of its message",
+        )
     is_auto = chat_messages.offers_tools(conversation) and not is_forced(conversation)
     if is_auto and formats.tools is None:
         raise invalid(
@@ -66,7 +74,11 @@ def choose(
         markers = REASONING_FORMATS[reasoning_format]
         end = rendered.rstrip()
         is_open = end.endswith(markers.start)
-        if end.endswith(markers.end):
+        if conversation.continue_final_message:
+            # The last message may have been cut within its reasoning, or behind it.
+            content = conversation.messages[-1].content
+            is_open = content.rfind(markers.start) > content.rfind(markers.end)
+        if end.endswith(markers.end) or (conversation.continue_final_message and not is_open):
             reasoning_format = None
     if tool_format is None and reasoning_format is None:
         return None

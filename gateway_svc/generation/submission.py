@@ -193,7 +193,7 @@ async def _tokenize(
         case "text":
             token_ids = await model.encode(request.text, True)
         case _:
-            output_parsing.check_tool_format(request.conversation, model.formats)
+            output_parsing.check_formats(request.conversation, model.formats)
             rendered = await model.render(request.conversation)
             validation.check_text("conversation", rendered, limits)
             has_format = request.sampling_params.HasField("structured_output")
@@ -230,8 +230,11 @@ def _create_resume_state(
     """`stop_token_ids` includes the end-of-sequence ids that end a choice."""
     params = request.sampling_params
     skip = params.skip_special_tokens or not params.HasField("skip_special_tokens")
-    # The output continues the prompt's text; after a conversation it begins a new message.
-    context = () if request.WhichOneof("prompt") == "conversation" else prompt_token_ids
+    # The output continues the prompt's text; after a conversation it mostly begins a new message.
+    begins = request.WhichOneof("prompt") == "conversation" and not (
+        request.conversation.continue_final_message
+    )
+    context = () if begins else prompt_token_ids
     return gateway_pb2.ResumeState(
         model=model.name,
         num_choices=params.n if params.HasField("n") else 1,

@@ -25,6 +25,9 @@ RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "d
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 # A text that no template contains, and that JSON, HTML and the like leave as it is.
 _PROBE = "quireprobe7f3c2e"
+# Marks the end of a message that is continued. Its space shows whether the template keeps those at
+# the end of a content.
+_CONTINUED = "quirecontinued7f3c2e "
 
 
 class ChatTemplate:
@@ -86,6 +89,24 @@ class ChatTemplate:
             except TemplateError:
                 pass
             raise
+
+    def render_continued(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, object] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """Render messages up to the end of the last one's content, as transformers does with
+        `continue_final_message`. TemplateError also if the template changes this content."""
+        *others, last = messages
+        marked = {**last, "content": last["content"] + _CONTINUED}
+        rendered = self.render([*others, marked], False, variables, tools)
+        before, mark, after = rendered.rpartition(_CONTINUED.strip())
+        if not mark or not before.rstrip().endswith(last["content"].strip()):
+            raise TemplateError(
+                "it leaves out or changes a part of the last message, which cannot be continued"
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
     def _shows_probe(self, messages: Sequence[Message]) -> bool:
         """Whether the text of a message with the probe is part of the prompt."""

@@ -127,6 +127,8 @@ class Model:
             if tools is not None and self.files.tool_template is not None:
                 template = self.files.tool_template
             assert template is not None
+            if conversation.continue_final_message:
+                return template.render_continued(messages, variables, tools)
             return template.render(messages, add, variables, tools)
 
         try:

@@ -58,6 +58,8 @@ class ConversationOptions(TypedDict, total=False):
     include_reasoning: bool | None
     # Ends the prompt with the start of the assistant's message; the default is True.
     add_generation_prompt: bool | None
+    # The output continues the content of the last message; the default is False.
+    continue_final_message: bool | None
     # Variables for the chat template.
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -68,7 +70,10 @@ def conversation_proto(conversation: Conversation) -> conversation_pb2.Conversat
 
 def fill_options(conversation: conversation_pb2.Conversation, options: ConversationOptions) -> None:
     """Set what is given."""
-    for name in ("parallel_tool_calls", "include_reasoning", "add_generation_prompt"):
+    for name in (
+        *("parallel_tool_calls", "include_reasoning", "add_generation_prompt"),
+        "continue_final_message",
+    ):
         value = options.get(name)
         check_flag(name, value)
         if value is not None:

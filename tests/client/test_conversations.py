@@ -39,6 +39,7 @@ def test_options_are_sent():
         parallel_tool_calls=False,
         include_reasoning=False,
         add_generation_prompt=False,
+        continue_final_message=False,
         chat_template_kwargs=variables,
     )
     [tool] = message.tools
@@ -46,7 +47,8 @@ def test_options_are_sent():
     assert not tool.HasField("description")
     assert message.tool_choice.mode == conversation_pb2.TOOL_CHOICE_MODE_REQUIRED
     assert json_format.MessageToDict(message.chat_template_kwargs) == variables
-    for name in ("parallel_tool_calls", "include_reasoning", "add_generation_prompt"):
+    flags = ("parallel_tool_calls", "include_reasoning", "add_generation_prompt")
+    for name in (*flags, "continue_final_message"):
         assert message.HasField(name)
         assert not getattr(message, name)
     assert sent([USER], tool_choice=NAMED).tool_choice.name == "weather"

@@ -9,10 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from demo.corpus import collect_documents
 from demo.evaluate import MAX_NEW_TOKENS, Evaluation, evaluate
 from demo.train import CHAT_TEMPLATE, EOS, EOS_ID, encode, mean_loss
+from gateway_svc.text.chat_template import ChatTemplate
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
 # Written for this test: no documentation string, but in the words of one.
@@ -85,6 +87,29 @@ def test_a_conversation_is_a_row_of_documents() -> None:
         messages, tokenize=False, add_generation_prompt=True
     )
     assert prompt == f"A text about files.{EOS}Return the name of the file.{EOS}If the file"
+
+
+def test_a_message_is_continued_as_by_transformers() -> None:
+    quoting = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    for source in (
+        CHAT_TEMPLATE.read_text(),
+        quoting,
+        quoting.replace("m.content", "m.content.rstrip()"),
+        quoting.replace("m.content", "m.content | trim"),
+    ):
+        for content in ("Return the", "Return the ", " Return\n\n", "user", "If if If"):
+            messages = [
+                {"role": "user", "content": "Return the user. If if If"},
+                {"role": "assistant", "content": content},
+            ]
+            [expected], _ = render_jinja_template(
+                [messages], chat_template=source, continue_final_message=True, eos_token=EOS
+            )
+            template = ChatTemplate(source, {"eos_token": EOS})
+            assert template.render_continued(messages) == expected
+    template = ChatTemplate(quoting.replace("m.content", "m.content[1:]"), {})
+    with pytest.raises(jinja2.TemplateError, match="last message"):
+        template.render_continued(messages)
 
 
 def test_an_unknown_role_is_refused() -> None:

@@ -293,6 +293,29 @@ def state_of(sent: scheduler_pb2.Submission) -> gateway_pb2.ResumeState:
     return gateway_pb2.ResumeState.FromString(sent.opaque)
 
 
+async def test_a_continued_message_is_content_or_reasoning_that_was_cut(tools: Stack) -> None:
+    """Its tools and formats are those of a message that begins."""
+    params = pb.SamplingParams(structured_output=StructuredOutput(choice=Texts(texts=["a", "b"])))
+    for content, is_reasoning in (("So", False), ("<think>x</think>So", False), ("<think>x", True)):
+        spoken = conversation(continue_final_message=True)
+        spoken.messages.add(role="assistant", content=content)
+        text = f" y</think>{tools_model.CALLS}" if is_reasoning else f" y{tools_model.CALLS}"
+        call = tools.inference.Generate(pb.GenerateRequest(conversation=spoken))
+        await tools.scheduler.serve_one(tools.encode(text))
+        [choice] = (await call).choices
+        found = (choice.reasoning, choice.text)
+        assert found == (("y", "") if is_reasoning else ("", " y"))
+        assert [one.name for one in choice.tool_calls] == ["weather", "now"]
+        spoken.ClearField("tools")
+        request = pb.GenerateRequest(conversation=spoken, sampling_params=params)
+        call = tools.inference.Generate(request)
+        submission = await tools.scheduler.serve_one(tools.encode("a"))
+        await call
+        grammar = logits_pb2.LogitsParams.FromString(submission.params.logits_params).grammar
+        ids = tools.encode("</think>") if is_reasoning else []
+        assert list(grammar.begins_after_token_ids) == ids
+
+
 async def test_free_calls_have_no_grammar(tools: Stack) -> None:
     call = tools.inference.Generate(pb.GenerateRequest(conversation=conversation()))
     sent = await tools.scheduler.submissions.get()

@@ -14,6 +14,9 @@ from gateway_svc.scheduler.events import TokenLogprobs
 from gateway_svc.text import model_files
 from gateway_svc.text.chat_template import ChatTemplate
 from gateway_svc.text.served_model import Model
+from quire.internal.v1 import gateway_pb2
+
+CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 
 
 async def test_a_chat_completion(http: Http) -> None:
@@ -183,6 +186,34 @@ async def test_an_invalid_field_of_a_chat_is_named(
     body = {"messages": [{"role": "user", "content": "x"}], **change}
     status, error = await http.error("/v1/chat/completions", body)
     assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+async def test_the_last_message_is_continued(http: Http) -> None:
+    path, role = "/v1/chat/completions", "assistant"
+    user = {"role": "user", "content": "hi"}
+    shared: dict[str, object] = {"continue_final_message": True}
+    body = {"messages": [user, {"role": role, "content": "The quick"}], **shared}
+    tokens = (await http.client.post("/tokenize", json=body)).json()["tokens"]
+    rendered = (await http.client.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
+    assert rendered.endswith("<|assistant|>The quick")
+    sending = http.start(path, body)
+    sent = await http.stack.scheduler.serve_one(http.stack.encode(" fox"))
+    assert list(sent.prompt_token_ids) == tokens
+    # The output continues a text: a space in front of its first word is part of it.
+    assert gateway_pb2.ResumeState.FromString(sent.opaque).context_token_ids
+    assert (await sending).json()["choices"][0]["message"]["content"] == " fox"
+    field = "continue_final_message"
+    for messages, change, code in (
+        ([user], {"add_generation_prompt": True}, "two_ends"),
+        ([user, {"role": role, "content": " "}], {}, "nothing_to_continue"),
+        (
+            [user, {"role": role, "content": "a", "tool_calls": [CALL]}],
+            {},
+            "nothing_to_continue",
+        ),
+    ):
+        status, error = await http.error(path, {"messages": messages, **shared, **change})
+        assert (status, error["param"], error["code"]) == (400, field, code)
 
 
 def test_a_template_without_system_messages_gets_them_in_the_first_user_message() -> None:

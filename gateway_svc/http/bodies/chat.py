@@ -99,7 +99,7 @@ class ChatRequest(SamplingFields):
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: unsupported(False) = None  # type: ignore[valid-type]
+    continue_final_message: bool | None = None
     add_special_tokens: unsupported(False) = None  # type: ignore[valid-type]
     chat_template: unsupported() = None  # type: ignore[valid-type]
     documents: unsupported([]) = None  # type: ignore[valid-type]
@@ -140,6 +140,7 @@ class ChatRequest(SamplingFields):
                 tool_choice=self._tool_choice(),
                 parallel_tool_calls=self.parallel_tool_calls,
                 include_reasoning=self.include_reasoning,
+                continue_final_message=self.continue_final_message,
             ),
             sampling_params=params,
             cache_salt=self.cache_salt,

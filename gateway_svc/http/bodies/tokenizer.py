@@ -23,7 +23,7 @@ class TokenizeRequest(HttpRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     # Adds the text of each token.
     return_token_strs: bool | None = None
-    continue_final_message: unsupported(False) = None  # type: ignore[valid-type]
+    continue_final_message: bool | None = None
     chat_template: unsupported() = None  # type: ignore[valid-type]
     tools: ChatTools | None = None
 
@@ -42,6 +42,7 @@ class TokenizeRequest(HttpRequest):
                     self.add_generation_prompt,
                     self.chat_template_kwargs,
                     tools=[tool.function.to_proto() for tool in self.tools or ()],
+                    continue_final_message=self.continue_final_message,
                 )
             )
         elif self.prompt is not None:
