@@ -15,6 +15,7 @@ from gateway_svc.scheduler.outages import Outage
 from gateway_svc.scheduler.send_queue import SendQueue
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
+from quire.service.errors import RequestError, unavailable
 from quire.service.http2.call_status import CallEnded
 from quire.service.protocol_version import PROTOCOL_VERSION
 from quire.service.tls import TLS, TLSError, open_aio_channel
@@ -64,6 +65,8 @@ class ShardConnection:
         self._task: asyncio.Task[None] | None = None
         # The leader, while it is connected.
         self._leader: LeaderStream | None = None
+        # Why its status could not be read the last time; None if it was.
+        self._status_failure: str | None = None
 
     @property
     def leader(self) -> str | None:
@@ -90,7 +93,8 @@ class ShardConnection:
         self._discovery.suggest(leader)
 
     async def status(self) -> operations_pb2.GetStatusResponse:
-        """The status of the shard, with block maps. RequestError if it has no leader."""
+        """The status of the shard, with block maps. RequestError if it has no leader, or
+        this one does not send it."""
         leader = self._leader
         if leader is None:
             raise scheduler_unavailable()
@@ -99,14 +103,26 @@ class ShardConnection:
         host = self._discovery.resolver.host_of(leader.address)
         try:
             opened = open_aio_channel(leader.address, options, self._tls, host)
-        except TLSError:
-            raise scheduler_unavailable() from None
+        except TLSError as error:
+            raise self._no_status(str(error)) from None
         async with opened as channel:
             operations = operations_pb2_grpc.OperationsServiceStub(channel)
             try:
-                return await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
-            except grpc.aio.AioRpcError:
-                raise scheduler_unavailable() from None
+                status = await operations.GetStatus(request, timeout=_STATUS_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+                raise self._no_status(reason) from None
+        self._status_failure = None
+        return status
+
+    def _no_status(self, reason: str) -> RequestError:
+        """Log why the leader has no status, once: pages ask every second. It may have the names of
+        files, which are not for every client."""
+        if reason != self._status_failure:
+            self._status_failure = reason
+            log.warning("status not read", shard=self.shard, address=self.leader, reason=reason)
+        message = "the status of the leader cannot be read; the gateway's log has the reason"
+        return unavailable("SCHEDULER_AWAY", message)
 
     def _set_state(self, outage: Outage | None, reason: str | None) -> None:
         self.outage, self.reason = outage, reason

@@ -108,9 +108,11 @@ class Shards:
         """By shard, its status, with block maps; None if its leader did not send one.
         RequestError if none did."""
         found = await asyncio.gather(*map(_status_of, self._connections))
-        if not any(found):
-            raise scheduler_unavailable()
-        return found
+        statuses = [one if isinstance(one, ShardStatus) else None for one in found]
+        if not any(statuses):
+            failures = (one for one in found if isinstance(one, RequestError))
+            raise next(failures, scheduler_unavailable())
+        return statuses
 
     def _add(self, shard: int, requests: Multiplexer) -> None:
         connection = ShardConnection(
@@ -153,11 +155,12 @@ class Shards:
         return first.reason if len(self._connections) == 1 else f"shard 0: {first.reason}"
 
 
-async def _status_of(connection: ShardConnection) -> ShardStatus | None:
+async def _status_of(connection: ShardConnection) -> ShardStatus | RequestError | None:
+    """None without a leader."""
     leader = connection.leader
     if leader is None:
         return None
     try:
         return ShardStatus(leader, await connection.status())
-    except RequestError:
-        return None
+    except RequestError as error:
+        return error

@@ -1,16 +1,19 @@
 """Routes of the model and of the gateway itself."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 from gateway_tokenizers import byte_fallback, byte_level
 from http_client import Http
+from structlog.testing import capture_logs
 
 from gateway_svc.http.service_status import to_json
 from gateway_svc.scheduler.shards import ShardStatus
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from gateway_svc.text.token_bytes import TokenBytes
 from quire.internal.v1 import operations_pb2
+from quire.service.tls import TLSError
 
 
 async def test_models_are_listed_and_described(http: Http) -> None:
@@ -101,11 +104,24 @@ async def test_the_page_is_served_without_other_servers(http: Http) -> None:
     assert (await http.client.get("/page/nothing.js")).status_code == 404
 
 
-async def test_without_a_leader_the_page_says_so(http: Http) -> None:
+async def test_without_a_status_the_page_says_so(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scripted scheduler has no status."""
-    response = await http.client.get("/status")
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "scheduler_away"
+    with capture_logs() as logs:
+        response = await http.client.get("/status")
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "scheduler_away"
+        assert "log has the reason" in response.json()["error"]["message"]
+        for reason in ("ca.pem: none", "ca.pem: none", "ca.pem: other"):
+            opening = Mock(side_effect=TLSError(reason))
+            monkeypatch.setattr("gateway_svc.scheduler.connection.open_aio_channel", opening)
+            response = await http.client.get("/status")
+            assert response.status_code == 503
+            assert "ca.pem" not in response.text
+    reasons = [entry["reason"] for entry in logs if entry["event"] == "status not read"]
+    assert reasons[0].startswith("UNIMPLEMENTED")
+    assert reasons[1:] == ["ca.pem: none", "ca.pem: other"]
 
 
 def test_a_cell_of_the_page_shows_any_held_block() -> None:
