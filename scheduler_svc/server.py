@@ -17,7 +17,8 @@ from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
-from quire.service.metrics import MetricsServer, serving_metrics
+from quire.service.metrics import MetricsServer, export_expiry, serving_metrics
+from quire.service.tls import ServerCertificates
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.cluster.worker_addresses import WorkerAddresses
@@ -86,10 +87,12 @@ class Scheduler:
     async def serve(self) -> None:
         registry = CollectorRegistry()
         registry.register(self._collector)
+        certificates = self._settings.server_certificates("h2")
+        export_expiry(registry, certificates)
         async with serving_metrics(self._settings.metrics_listen, registry) as self.metrics_server:
-            await self._serve()
+            await self._serve(certificates)
 
-    async def _serve(self) -> None:
+    async def _serve(self, certificates: ServerCertificates | None) -> None:
         settings = self._settings
         bound = await start_server(
             self._server,
@@ -97,7 +100,7 @@ class Scheduler:
             _SERVICES,
             self._health,
             settings.address_file,
-            settings.server_certificates("h2"),
+            certificates,
             settings.health_listen,
         )
         address = settings.advertise or bound

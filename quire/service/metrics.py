@@ -11,11 +11,12 @@ from typing import Annotated
 from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from pydantic import AfterValidator
 
 from quire.service.addresses import check_address
 from quire.service.http2.listening import WILDCARDS
+from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
@@ -47,6 +48,17 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def export_expiry(registry: CollectorRegistry, certificates: ServerCertificates | None) -> None:
+    """Export when the certificate of a service expires, if it has one."""
+    if certificates is not None:
+        gauge = Gauge(
+            "quire:tls_certificate_expiry_timestamp_seconds",
+            "When the certificate that the service shows expires, in seconds since the epoch.",
+            registry=registry,
+        )
+        gauge.set_function(certificates.expires_at)
 
 
 async def start_metrics(listen: str, registry: CollectorRegistry) -> MetricsServer:

@@ -1,5 +1,6 @@
 """TLS of servers and channels. A server reads its certificates again when their files change."""
 
+import math
 import os
 import re
 import ssl
@@ -107,6 +108,12 @@ class ServerCertificates:
         context = self._current()
         context.sni_callback = self._replace_context
         return context
+
+    def expires_at(self) -> float:
+        """When the certificate that is served expires, in seconds since the epoch; not a number if
+        that cannot be read."""
+        self._current()
+        return math.nan if self._validity is None else self._validity[1]
 
     def _replace_context(
         self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext

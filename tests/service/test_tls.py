@@ -17,6 +17,7 @@ import grpc
 import pytest
 from certificates import make_certificates
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from quire.service import tls
@@ -27,6 +28,7 @@ from quire.service.http2.connect import find_obstacle
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
+from quire.service.metrics import export_expiry
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, TLSError, open_aio_channel
 
 SERVICE = "example.v1.ExampleService"
@@ -283,6 +285,9 @@ def test_a_certificate_that_clients_refuse_is_logged(
         logged += logs
     at = [datetime.fromisoformat(one.get("begin") or one["end"]).timestamp() for one in logged]
     assert at == [begin, end, end]
+    registry = CollectorRegistry()
+    export_expiry(registry, files)
+    assert registry.get_sample_value("quire:tls_certificate_expiry_timestamp_seconds") == end
     # Again after an hour, and not after a renewal.
     with capture_logs() as logs:
         clock.now += 3601
@@ -309,6 +314,7 @@ from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
+from quire.service.metrics import export_expiry
 from quire.service.tls import ServerCertificates, ServerTLS
 
 async def main():
