@@ -162,10 +162,14 @@ async def test_logprobs_have_the_offset_of_each_token(http: Http) -> None:
     """Also of tokens that are parts of characters."""
     text = "a日 fox"
     ids = http.stack.encode(text)
-    sending = http.start("/v1/completions", {"prompt": "The", "logprobs": 1})
+    sending = http.start("/v1/completions", {"prompt": "The", "logprobs": 2})
     sent = await http.submission()
     http.stack.scheduler.accept(sent)
-    entries = [[Entry(id_, -1.0 - at, 2), Entry(7, -0.5, 1)] for at, id_ in enumerate(ids)]
+    part = http.stack.encode("語")[0]
+    entries = [
+        [Entry(id_, -1.0 - at, 2), Entry(7, -0.5, 1), Entry(part, -9.0, 3)]
+        for at, id_ in enumerate(ids)
+    ]
     http.stack.scheduler.send(
         deltas=deltas(Delta(sent, 0, ids, 0, entries)), choice_ends=[choice_end(sent, len(ids))]
     )
@@ -176,6 +180,9 @@ async def test_logprobs_have_the_offset_of_each_token(http: Http) -> None:
     assert offsets == sorted(offsets)
     assert text[offsets[-1] :] == logprobs["tokens"][-1]
     assert all(-0.5 in top.values() for top in logprobs["top_logprobs"])
+    # Of tokens with the same text the most likely one, as lm-eval compares them.
+    tops = zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+    assert [top[token] for token, top in tops] == logprobs["token_logprobs"]
 
 
 def first_delta(

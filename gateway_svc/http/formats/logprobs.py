@@ -18,15 +18,12 @@ def completion_logprobs(update: ChoiceUpdate, model: Model) -> dict[str, Any] | 
     """Parallel lists, one entry per token."""
     if not update.logprobs:
         return None
-    texts = model.token_texts
     tokens = [_split(logprobs) for logprobs in update.logprobs]
     return {
         "tokens": [_token(sampled, model) for sampled, _ in tokens],
         "token_logprobs": [_number(sampled[1]) for sampled, _ in tokens],
         "top_logprobs": [
-            None
-            if math.isnan(sampled[1])
-            else {texts[id_]: _number(logprob) for id_, logprob, _ in [sampled, *top]}
+            None if math.isnan(sampled[1]) else _by_text([sampled, *top], model)
             for sampled, top in tokens
         ],
         "text_offset": list(update.text_offsets),
@@ -62,6 +59,16 @@ def chat_logprobs(update: ChoiceUpdate, model: Model) -> list[dict[str, Any]] | 
 def _split(logprobs: TokenLogprobs) -> tuple[_Entry, list[_Entry]]:
     sampled, *top = logprobs.entries()
     return sampled, top
+
+
+def _by_text(entries: Sequence[_Entry], model: Model) -> dict[str, float]:
+    """Log-probabilities by text. Of tokens with one text, such as parts of characters, the most
+    likely one counts."""
+    found: dict[str, float] = {}
+    for id_, logprob, _ in entries:
+        text = model.token_texts[id_]
+        found[text] = max(logprob, found.get(text, _LOWEST))
+    return found
 
 
 def _token(entry: _Entry, model: Model) -> str:
