@@ -109,7 +109,8 @@ class Detokenizer:
     """Decodes the tokens of one choice.
 
     The deltas of `push` and `flush`, joined, equal the text of all pushed ids decoded
-    at once after `context`. The text emitted up to an id depends only on the ids up to it, so that
+    at once after `context`. A character that begins in the context and ends in the ids is part of
+    it. The text emitted up to an id depends only on the ids up to it, so that
     another detokenizer can continue there. Each id is decoded a bounded number of times, however
     long the choice is.
 
@@ -131,9 +132,12 @@ class Detokenizer:
             self._visible |= shown_ids
         # Of the window's text, characters [0, sent) have been emitted.
         self._window = self.trim_context(vocabulary, skip_special_tokens, context)
-        self._sent = len(vocabulary.decode(self._window))
+        text = vocabulary.decode(self._window)
+        self._sent = len(text)
+        # Whether the context ends within a character that the tokens so far have not completed.
+        self._is_context_open = text.endswith(_REPLACEMENT)
         # Whether the window's text may have more characters.
-        self._holds = False
+        self._holds = self._is_context_open
 
     @staticmethod
     def trim_context(
@@ -173,10 +177,13 @@ class Detokenizer:
             return ""
         self._window += visible[:num_closed]
         text = self._vocabulary.decode(self._window)
+        if self._is_context_open:
+            self._continue_context(text)
         certain = len(text) - text.endswith(_REPLACEMENT)
         delta = text[self._sent : certain]
         self._sent = max(self._sent, certain)
-        self._holds = len(text) > self._sent or num_closed < len(visible)
+        has_more = len(text) > self._sent or num_closed < len(visible)
+        self._holds = has_more or self._is_context_open
         self._slide(len(text) - self._sent)
         self._window += visible[num_closed:]
         return delta
@@ -198,6 +205,13 @@ class Detokenizer:
         delta = self.held()
         self._sent += len(delta)
         return delta
+
+    def _continue_context(self, text: str) -> None:
+        """Find out whether the context's last character, which was unfinished, is complete in the
+        window's text."""
+        if text[self._sent - 1 : self._sent] != _REPLACEMENT:
+            self._sent -= 1
+        self._is_context_open = len(text) == self._sent
 
     def _num_closed(self, token_ids: Sequence[int]) -> int:
         """Number of tokens before a trailing run of byte tokens, which may continue."""

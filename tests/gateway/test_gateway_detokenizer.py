@@ -72,6 +72,21 @@ def test_a_context_keeps_the_space_between_prompt_and_text(name: str, text: str,
     assert prompt + text_after == vocabulary.decode(ids)
 
 
+def test_a_character_that_begins_in_the_context_is_part_of_the_text() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    # Without merges: one token per byte.
+    ids = [vocabulary.tokenizer.token_to_id(character) for character in "ðŁĻĤaæĹ¥"]
+    assert vocabulary.decode(ids) == "🙂a日"
+    for cut in range(len(ids)):
+        detokenizer = Detokenizer(vocabulary, context=ids[:cut])
+        pushed = [detokenizer.push([id_]) for id_ in ids[cut:]]
+        whole = vocabulary.decode(ids[:cut]).rstrip("\N{REPLACEMENT CHARACTER}")
+        assert whole + "".join(pushed) + detokenizer.flush() == "🙂a日"
+        # It may remain unfinished.
+        other = Detokenizer(vocabulary, context=ids[:cut])
+        assert other.push([ids[4]]) + other.push([ids[4]]) == "aa"
+
+
 @every_vocabulary
 @given(
     ids=token_ids,
