@@ -3,9 +3,8 @@
 Errors name it `conversation`, which is its field in every request.
 """
 
-import re
-
 from gateway_svc.generation.field_checks import check_at_most
+from gateway_svc.output_formats.calls import TOOL_NAME
 from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_values import read_json
 from quire.service.errors import invalid
@@ -20,7 +19,6 @@ MAX_SCHEMA_BYTES = 2**17
 MAX_ID_CHARACTERS = 256
 # Of values within JSON: Python's parser would fail far beyond.
 _MAX_DEPTH = 64
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _A_NAME = "1 to 64 letters, digits, `_`, `-` and `.` are allowed"
 
 
@@ -102,7 +100,7 @@ def _check_tool_choice(choice: conversation_pb2.ToolChoice, names: set[str]) -> 
 
 
 def _check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not TOOL_NAME.fullmatch(name):
         raise invalid(field, "TOOL_NAME", f"is {name!r:.80}; {_A_NAME}")
 
 

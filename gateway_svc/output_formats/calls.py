@@ -1,12 +1,16 @@
 """Writes the pieces of calls and of the content between them."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from gateway_svc.output_formats import json_text
 from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, Piece
 from gateway_svc.output_formats.reader import Reader, Step
+
+# Of a tool, and so of a call: clients send calls back.
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class CallWriter:
         self._num_calls = 0
         # Of the call that is read.
         self._held: list[Piece] = []
+        self._name = ""
         self._arguments: list[str] = []
         self._has_begun = False
         # White space at the begin and after calls, which is dropped before a call.
@@ -82,6 +87,7 @@ class CallWriter:
 
     def start(self, name: str) -> None:
         """Begin a call, whose text begins at the reader's mark."""
+        self._name = name
         self._arguments = []
         self._has_begun = True
         self._put(CallStart(self._num_calls, name))
@@ -91,8 +97,9 @@ class CallWriter:
         self._put(Arguments(self._num_calls, text))
 
     def end(self) -> bool:
-        """The call is complete. False if its arguments are no object: it is abandoned then."""
-        if not self.tools.are_guided and not json_text.is_object("".join(self._arguments)):
+        """The call is complete. False if no tool can have its name, or its arguments are no object:
+        it is abandoned then."""
+        if not self.tools.are_guided and not self._is_valid():
             return self.abandon()
         self._put(CallEnd(self._num_calls))
         for piece in self._held:
@@ -114,6 +121,10 @@ class CallWriter:
         self._is_at_border = False
         self._reader.mark()
         return False
+
+    def _is_valid(self) -> bool:
+        has_name = TOOL_NAME.fullmatch(self._name) is not None
+        return has_name and json_text.is_object("".join(self._arguments))
 
     def _put(self, piece: Piece) -> None:
         if self.tools.are_guided:

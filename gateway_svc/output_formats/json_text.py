@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from gateway_svc.output_formats.reader import Reader, Step
+from gateway_svc.structured.errors import FormatError
+from gateway_svc.structured.json_values import read_json
 
 _PLAIN = re.compile(r'[^"\\]+')
 # Outside of strings.
@@ -20,8 +22,8 @@ def string(reader: Reader) -> Step[str | None]:
     if not (yield from _string_text(reader, parts.append)):
         return None
     try:
-        value = json.loads("".join(parts))
-    except ValueError:
+        value = read_json("".join(parts))
+    except FormatError:
         return None
     return value if isinstance(value, str) else None
 
@@ -91,15 +93,11 @@ def _string_text(reader: Reader, emit: Callable[[str], object]) -> Step[bool]:
 
 
 def is_object(text: str) -> bool:
-    """Whether the text is a JSON object by the standard."""
+    """Whether the text is a JSON object that a message may have as the arguments of a call."""
     try:
-        return isinstance(json.loads(text, parse_constant=_refuse), dict)
-    except (ValueError, RecursionError):
+        return isinstance(read_json(text), dict)
+    except FormatError:
         return False
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(constant)
 
 
 def of_text(text: str, schema: Any) -> str:
@@ -112,8 +110,8 @@ def of_text(text: str, schema: Any) -> str:
         return "null" if is_null else json.dumps(text, ensure_ascii=False)
     candidate = _PYTHON.get(stripped, stripped)
     try:
-        json.loads(candidate, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        read_json(candidate)
+    except FormatError:
         return json.dumps(text, ensure_ascii=False)
     return candidate
 

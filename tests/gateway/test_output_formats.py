@@ -175,3 +175,25 @@ def test_a_call_of_each_format_in_the_middle_of_noise() -> None:
     text = '<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>'
     pieces = parse(RECORDED["hermes"].options(), text)
     assert (texts(pieces, Content), calls(pieces)) == ("<tool_call>", [NOW])
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "form"),
+    [
+        ("hermes", "<tool_call>%s</tool_call>"),
+        ("llama3", "<|python_tag|>%s"),
+        ("mistral", "[TOOL_CALLS][%s]"),
+    ],
+)
+def test_a_call_that_could_not_be_sent_back_is_text(tool_format: str, form: str) -> None:
+    for name, arguments in [
+        ("", "{}"),
+        ("the weather", "{}"),
+        ("n" * 65, "{}"),
+        ("\\ud800", "{}"),
+        ("now", '{"a": "\\ud800"}'),
+        ("now", '{"a": 1e999}'),
+    ]:
+        text = form % f'{{"name": "{name}", "arguments": {arguments}}}'
+        pieces = parse(ParserOptions(tool_format, tools=Tools(SCHEMAS)), text)
+        assert (calls(pieces), texts(pieces, Content).encode()) == ([], text.encode())
