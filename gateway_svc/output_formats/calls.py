@@ -116,6 +116,9 @@ class CallWriter:
         begun is left as it is: its rest is missing. Returns False."""
         if not (self.tools.are_guided and self._has_begun):
             self.content(self._reader.since_mark)
+        elif self._reader.has_ended:
+            # Half of an escape or of a marker, which would be content.
+            self._reader.take(len(self._reader.text))
         self._held = []
         self._has_begun = False
         self._is_at_border = False

@@ -112,6 +112,16 @@ def test_a_guided_call_that_is_cut_keeps_its_begin() -> None:
     assert pieces == [CallStart(0, "now"), Arguments(0, '{"a')]
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek", "glm", "qwen3_coder"])
+def test_no_part_of_a_guided_call_that_is_cut_is_content(name: str) -> None:
+    recorded = next(one for key, one in RECORDED.items() if key.startswith(name) and one.calls)
+    for at in range(len(recorded.text)):
+        parser = OutputParser(recorded.options(are_guided=True))
+        before, rest = joined(parser.push(recorded.text[:at])), joined(parser.flush())
+        if isinstance(before[-1] if before else None, CallStart | Arguments):
+            assert texts(rest, Content) == ""
+
+
 @each_text
 def test_only_the_first_of_single_calls_is_kept(recorded: Recorded) -> None:
     pieces = parse(recorded.options(is_single=True), recorded.text)
