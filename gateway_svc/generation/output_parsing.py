@@ -96,6 +96,11 @@ def choose(
         and conversation.HasField("include_reasoning"),
         tool_names=[tool.name for tool in tools],
         tool_schemas=[tool.parameters or "{}" for tool in tools] if needs_schemas else (),
+        held_tool_names=[
+            tool.name
+            for tool in tools
+            if needs_schemas and (tool.strict or is_forced(conversation))
+        ],
     )
 
 
@@ -112,6 +117,7 @@ def parser(parsing: gateway_pb2.OutputParsing) -> OutputParser:
                 parsing.guided,
                 parsing.single_call,
                 parsing.calls_or_content,
+                frozenset(parsing.held_tool_names),
             ),
         )
     )

@@ -1,7 +1,7 @@
 """Writes the pieces of calls and of the content between them."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,8 @@ class Tools:
     # Calls begin the output, or there are none: a marker in content, such as one that a string of
     # JSON quotes, is text.
     begin_output: bool = False
+    # Tools whose arguments a grammar holds to their schemas, in formats that write them one by one.
+    held_names: Set[str] = frozenset()
 
 
 class CallWriter:
@@ -42,6 +44,8 @@ class CallWriter:
         self._num_calls = 0
         # Of the call that is read.
         self._held: list[Piece] = []
+        # No text of it can prove that it is none.
+        self._is_certain = False
         self._name = ""
         self._arguments: list[str] = []
         self._has_begun = False
@@ -87,6 +91,8 @@ class CallWriter:
 
     def start(self, name: str) -> None:
         """Begin a call, whose text begins at the reader's mark."""
+        held = self.tools.held_names
+        self._is_certain = self.tools.are_guided and (not held or name in held)
         self._name = name
         self._arguments = []
         self._has_begun = True
@@ -99,7 +105,7 @@ class CallWriter:
     def end(self) -> bool:
         """The call is complete. False if no tool can have its name, or its arguments are no object:
         it is abandoned then."""
-        if not self.tools.are_guided and not self._is_valid():
+        if not self._is_certain and not self._is_valid():
             return self.abandon()
         self._put(CallEnd(self._num_calls))
         for piece in self._held:
@@ -114,7 +120,7 @@ class CallWriter:
     def abandon(self) -> bool:
         """What was read since the reader's mark is no call, but content. A guided call that has
         begun is left as it is: its rest is missing. Returns False."""
-        if not (self.tools.are_guided and self._has_begun):
+        if not (self._is_certain and self._has_begun):
             self.content(self._reader.since_mark)
         elif self._reader.has_ended:
             # Half of an escape or of a marker, which would be content.
@@ -130,7 +136,7 @@ class CallWriter:
         return has_name and json_text.is_object("".join(self._arguments))
 
     def _put(self, piece: Piece) -> None:
-        if self.tools.are_guided:
+        if self._is_certain:
             self._emit_call(piece)
         else:
             self._held.append(piece)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway_svc.output_formats import deepseek, harmony
+from gateway_svc.output_formats import deepseek, harmony, json_text
 from gateway_svc.output_formats.formats import HARMONY, JSON
 
 # A format of a structural tag: its type, and fields of that type.
@@ -26,7 +26,7 @@ class UnguidedError(ValueError):
 
 @dataclass(frozen=True)
 class GuidedTool:
-    """A tool that may be called, and the JSON Schema of its arguments."""
+    """A tool that may be called, and the JSON Schema of its arguments; any if it is empty."""
 
     name: str
     schema: Mapping[str, Any]
@@ -282,7 +282,9 @@ def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:
 
 
 def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
-    """Arguments that are written one by one, in the order of the schema."""
+    """Arguments that are written one by one, in the order of the schema. Any if there is none."""
+    if not tool.schema:
+        return _ANY_TEXT
     properties = tool.schema.get("properties", {})
     if not isinstance(properties, dict) or {"$ref", "oneOf", "anyOf", "allOf"} & set(tool.schema):
         raise UnguidedError(
@@ -302,10 +304,10 @@ def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
 
 def _argument(around: tuple[str, str, str], key: str, schema: Any, root: Mapping[str, Any]) -> Node:
     begin, end = f"{around[0]}{key}{around[1]}", around[2]
-    values = schema.get("enum") if isinstance(schema, dict) else None
-    if isinstance(values, list) and values and all(isinstance(one, str) for one in values):
-        content: Node = {"type": "or", "elements": [_text(value) for value in values]}
-    elif isinstance(schema, dict) and schema.get("type") == "string":
+    texts = json_text.plain_values(schema)
+    if texts:
+        content: Node = {"type": "or", "elements": [_text(text) for text in texts]}
+    elif texts is not None:
         content = _ANY_TEXT
     else:
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway_svc.output_formats.reader import Reader, Step
@@ -98,6 +98,17 @@ def is_object(text: str) -> bool:
         return isinstance(read_json(text), dict)
     except FormatError:
         return False
+
+
+def plain_values(schema: Any) -> Sequence[str] | None:
+    """Of a value that a grammar has as plain text, in formats that write arguments one by one: the
+    texts that it may be, all if there are none. None: the grammar has JSON."""
+    if not isinstance(schema, Mapping):
+        return None
+    values = schema.get("enum")
+    if isinstance(values, list) and values and all(isinstance(one, str) for one in values):
+        return values
+    return () if schema.get("type") == "string" else None
 
 
 def of_text(text: str, schema: Any) -> str:

@@ -92,12 +92,16 @@ class _Arguments:
         properties = schema.get("properties") if isinstance(schema, dict) else None
         self._properties = properties if isinstance(properties, dict) else {}
         self._calls = calls
+        self._is_held = name in calls.tools.held_names
         self._keys: set[str] = set()
 
     def add(self, key: str, text: str) -> None:
         if key in self._keys:
             return
-        value = json_text.of_text(text, self._properties.get(key))
+        schema = self._properties.get(key)
+        if self._is_held and json_text.plain_values(schema) is None:
+            schema = None  # It is JSON: strings have quotes.
+        value = json_text.of_text(text, schema)
         separator = ", " if self._keys else "{"
         self._keys.add(key)
         self._calls.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")

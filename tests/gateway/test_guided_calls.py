@@ -11,13 +11,21 @@ from llguidance import LLMatcher
 from output_texts import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tokenizers import AddedToken, Tokenizer
 
+from gateway_svc.generation import output_parsing
 from gateway_svc.output_formats.calls import Tools
-from gateway_svc.output_formats.formats import TOOL_FORMATS
+from gateway_svc.output_formats.formats import TOOL_FORMATS, ModelFormats
 from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
 from gateway_svc.output_formats.parser import OutputParser, ParserOptions
-from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content
+from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, joined
 from gateway_svc.structured.structural_tags import structural_tag_to_lark
 from quire.service.grammars import GrammarVocabulary
+from quire.v1.conversation_pb2 import (
+    TOOL_CHOICE_MODE_REQUIRED,
+    Conversation,
+    Message,
+    Tool,
+    ToolChoice,
+)
 
 CITIES = ["Bern", 'Zürich "HB" {<']
 WEATHER: dict[str, Any] = {
@@ -276,6 +284,67 @@ def test_an_argument_that_is_no_string_is_json() -> None:
             "<arg_key>text</arg_key>\n<arg_value>a <b></arg_value>\n</tool_call>"
         )
         assert accepts(matcher(False, "glm", "", tools, True, True), False, text) == is_valid
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder"])
+def test_a_value_that_may_be_more_than_a_string_is_read_as_json(name: str) -> None:
+    """Such as pydantic's optional string, which the grammar has in quotes."""
+    number: list[Any] = [{"type": "string", "enum": ["7"]}, {"enum": [8]}]
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"anyOf": [{"type": "string", "enum": CITIES}, {"type": "null"}]},
+            "days": {"anyOf": number},
+            "warm": {"type": "string", "enum": ["null"]},
+        },
+        "required": ["city", "days", "warm"],
+    }
+    tools = Tools({"f": schema}, True, held_names=frozenset({"f"}))
+    source = random.Random(5)
+    for _ in range(5):
+        grammar = matcher(False, name, "", [GuidedTool("f", schema)], True, True)
+        parser = OutputParser(ParserOptions(name, None, False, tools))
+        pieces = [*parser.push(generated(grammar, False, source)), *parser.flush()]
+        arguments = json.loads("".join(p.text for p in pieces if isinstance(p, Arguments)))
+        assert arguments["city"] in [*CITIES, None]
+        assert arguments["days"] in ["7", 8]
+        assert arguments["warm"] == "null"
+
+
+def test_a_parser_knows_whose_arguments_follow_their_schemas() -> None:
+    messages = [Message(role="user", content="x")]
+    offered = [Tool(name="f", strict=True), Tool(name="g")]
+    forced = ToolChoice(mode=TOOL_CHOICE_MODE_REQUIRED)
+    for tool_format, choice, held in [
+        ("glm", ToolChoice(), {"f"}),
+        ("glm", forced, {"f", "g"}),
+        ("hermes", forced, set()),
+    ]:
+        conversation = Conversation(messages=messages, tools=offered, tool_choice=choice)
+        parsing = output_parsing.choose(conversation, ModelFormats(tool_format), "")
+        assert parsing is not None
+        assert set(parsing.held_tool_names) == held
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder"])
+def test_tools_that_are_not_strict_get_arguments_beside_those_that_are(name: str) -> None:
+    text = {
+        "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+        "</function>\n</tool_call>",
+    }[name]
+    tools = [GuidedTool("f", {}), GuidedTool("weather", WEATHER)]
+    for content in (None, {"type": "regex", "pattern": "a+"}):
+        grammar = matcher(False, name, "", tools, False, False, content=content)
+        assert accepts(grammar, False, text)
+    known = Tools({"f": None, "weather": WEATHER}, True, held_names=frozenset({"weather"}))
+    parser = OutputParser(ParserOptions(name, None, False, known))
+    pieces = [*parser.push(text), *parser.flush()]
+    assert "".join(p.text for p in pieces if isinstance(p, Arguments)) == '{"a": 1}'
+    # It may be broken, and is text then.
+    broken = text.replace("</parameter>", "").replace("</arg_value>", "")
+    parser = OutputParser(ParserOptions(name, None, False, known))
+    assert joined([*parser.push(broken), *parser.flush()]) == [Content(broken)]
 
 
 def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
