@@ -74,7 +74,7 @@ def structural_tag(
         node = {"type": "or", "elements": [_calls(form, tags, is_single), content]}
     else:
         node = _free(form, tags, is_single)
-    if follows_reasoning:
+    if follows_reasoning and tool_format != HARMONY:
         node = _sequence({"type": "regex", "pattern": "\\n{0,2}"}, node)
     return json.dumps({"type": "structural_tag", "format": node}, ensure_ascii=False)
 

@@ -269,6 +269,11 @@ def test_line_feeds_may_follow_the_reasoning() -> None:
     for space, is_valid in [("", True), ("\n\n", True), ("\n\n\n", False)]:
         grammar = matcher(False, "hermes", "", TOOLS, True, True, follows_reasoning=True)
         assert accepts(grammar, False, space + text) == is_valid
+    # Its grammar has the reasoning, too: they would precede it, and be content.
+    text = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}"
+    for space, is_valid in [("", True), ("\n\n", False)]:
+        grammar = matcher(False, "harmony", "", TOOLS, True, True, follows_reasoning=True)
+        assert accepts(grammar, False, space + text) == is_valid
 
 
 def test_an_argument_that_is_no_string_is_json() -> None:
