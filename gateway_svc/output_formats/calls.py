@@ -51,6 +51,8 @@ class CallWriter:
         self._has_begun = False
         # White space at the begin and after calls, which is dropped before a call.
         self._is_at_border = True
+        # What was dropped before the call that is read.
+        self._space = ""
 
     @property
     def has_calls(self) -> bool:
@@ -82,7 +84,9 @@ class CallWriter:
                 space = yield from self._reader.skip_space()
         self._reader.mark()
         found = yield from self._reader.accept(*starts)
-        if found is None:
+        if found is not None:
+            self._space = space
+        else:
             self._is_at_border = False
             has_more = bool((yield from self._reader.peek()))
             if has_more or not self.has_calls:
@@ -111,6 +115,7 @@ class CallWriter:
         for piece in self._held:
             self._emit_call(piece)
         self._held = []
+        self._space = ""
         self._has_begun = False
         self._num_calls += 1
         self._is_at_border = True
@@ -118,14 +123,16 @@ class CallWriter:
         return True
 
     def abandon(self) -> bool:
-        """What was read since the reader's mark is no call, but content. A guided call that has
-        begun is left as it is: its rest is missing. Returns False."""
+        """What was read since the reader's mark is no call, but content, with the white space in
+        front of it. A guided call that has begun is left as it is: its rest is missing. Returns
+        False."""
         if not (self._is_certain and self._has_begun):
-            self.content(self._reader.since_mark)
+            self.content(self._space + self._reader.since_mark)
         elif self._reader.has_ended:
             # Half of an escape or of a marker, which would be content.
             self._reader.take(len(self._reader.text))
         self._held = []
+        self._space = ""
         self._has_begun = False
         self._is_at_border = False
         self._reader.mark()

@@ -180,6 +180,16 @@ def test_any_text_in_any_parts(
         assert texts(whole, Content) == text
 
 
+def test_space_before_what_is_no_call_is_content() -> None:
+    for name, form in TOOL_FORMATS.items():
+        for text in (f" \n{marker} none" for marker in form.markers if name != "harmony"):
+            pieces = parse(ParserOptions(name, None, False, Tools(SCHEMAS)), text)
+            assert texts(pieces, Content) == text
+    recorded = RECORDED["hermes"]
+    pieces = parse(recorded.options(), f"{recorded.text}\n<tool_call>none")
+    assert texts(pieces, Content) == f"{recorded.content}\n<tool_call>none"
+
+
 def test_a_call_of_each_format_in_the_middle_of_noise() -> None:
     """A call that is begun and broken off does not hide the next one."""
     text = '<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>'
