@@ -36,8 +36,8 @@ def rules_of(config: Any) -> splits.Rules:
         return splits.DENSE
     raise WrongSettingError(
         "--tensor-parallel-size, --pipeline-parallel-size: no split is known of models of type "
-        f"{kind}, but of Llama, Qwen3, Gemma 2, GPT-2, Mixtral, gpt-oss and models with the plan "
-        "of Llama; leave both at 1"
+        f"{kind}, but of those with the plan of Llama (as Qwen3 and Gemma 2) and of the types "
+        f"{', '.join(splits.OF_TYPES)}; leave both at 1"
     )
 
 
