@@ -15,8 +15,8 @@ from gateway_svc.generation import validation
 from gateway_svc.text.chat_template import ChatTemplate
 from gateway_svc.text.served_model import ModelLimits
 from quire.service.errors import invalid
+from quire.v1 import beam_search_pb2, inference_pb2_grpc, model_pb2, tokenizer_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1 import inference_pb2_grpc, model_pb2, tokenizer_pb2
 from quire.v1.conversation_pb2 import Conversation, Message, ToolCall
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -155,6 +155,17 @@ def test_unary_and_streamed_requests_have_the_same_fields() -> None:
             proto.ClearField("name")
         assert protos[0] == protos[1]
         assert protos[0].field
+
+
+def test_a_search_has_the_fields_of_other_requests() -> None:
+    """Its client serializes them as those of a GenerateRequest."""
+    numbers = [
+        {field.name: (field.number, field.type) for field in message.DESCRIPTOR.fields}
+        for message in (pb.GenerateRequest, beam_search_pb2.BeamSearchRequest)
+    ]
+    (sampling, _), (params, _) = numbers[0].pop("sampling_params"), numbers[1].pop("params")
+    assert numbers[0] == numbers[1]
+    assert {sampling, params}.isdisjoint(number for number, _ in numbers[0].values())
 
 
 @pytest.mark.parametrize(
