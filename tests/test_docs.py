@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.faults import FAULTS
 from gateway_svc.settings import GatewaySettings
 from quire.service.settings import ServiceSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -131,6 +132,12 @@ def test_the_metrics_page_has_every_metric() -> None:
     assert {name.removesuffix("_total") for name in documented} == {
         name.removesuffix("_total") for name in exported
     }
+
+
+def test_the_page_of_chaos_tests_has_every_fault() -> None:
+    page = (ROOT / "docs" / "chaos.md").read_text()
+    documented = re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)
+    assert sorted(documented) == sorted(fault.name for fault in FAULTS)
 
 
 def test_the_index_of_decisions_lists_every_record() -> None:
