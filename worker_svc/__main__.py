@@ -57,7 +57,7 @@ def _loader(engine: str) -> server.RunnerLoader:
     else:
         refuse_foreign_kernels()
         prepare_process()
-        module = "worker_svc.runner.runner_loading"
+        module = "worker_svc.loading.runner_loading"
     return partial(_load_runner, importlib.import_module(module).load_runner)
 
 

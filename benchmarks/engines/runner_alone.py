@@ -15,7 +15,7 @@ from worker_svc.settings import WorkerSettings
 def main() -> None:
     # The same settings as in the worker.
     prepare_process()
-    load_runner = importlib.import_module("worker_svc.runner.runner_loading").load_runner
+    load_runner = importlib.import_module("worker_svc.loading.runner_loading").load_runner
     given = job()
     flags = {
         "model": given["model"],

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.engines.batcher import Step, steps
 from benchmarks.engines.child import job, serve
 from benchmarks.engines.workload import Work
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import StepOutput, plan_from_proto
 from worker_svc.runner.device_thread import MAX_IN_FLIGHT
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, PendingOutput
 from worker_svc.service.process import prepare_memory
 from worker_svc.settings import WorkerSettings

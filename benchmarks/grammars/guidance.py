@@ -18,8 +18,8 @@ from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from benchmarks.grammars.schemas import mixed_schemas
 from benchmarks.report import Column, Part, Target
 from gateway_svc.structured.json_schemas import to_definition
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.logits_params import Grammar, LogitsParams
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WorkerSettings
 

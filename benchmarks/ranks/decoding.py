@@ -75,7 +75,8 @@ def main() -> None:
     group = importlib.import_module("worker_svc.ranks.group").RankGroup
     links = importlib.import_module("worker_svc.ranks.stage_links").StageLinks
     calls = Communication(group, links)
-    loaded = importlib.import_module("worker_svc.runner.runner_loading").load_runner(_settings(job))
+    loading = importlib.import_module("worker_svc.loading.runner_loading")
+    loaded = loading.load_runner(_settings(job))
     found = [_measure(job, num_rows, loaded, calls) for num_rows in job.num_rows]
     print(json.dumps([asdict(one) for one in found]), flush=True)
     loaded.close()

@@ -19,10 +19,10 @@ from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.gpu.device_inputs import ForwardInputs
 from worker_svc.gpu.graphs import DecodeGraphs
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading import model_preparation
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import plan_from_proto
-from worker_svc.runner import model_preparation
 from worker_svc.runner.multi_step import MultiStepRunner
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.settings import WorkerSettings
 

@@ -10,7 +10,7 @@ from tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 from worker_driver import LOGPROBS_TOLERANCE, worker_settings
 
 from quire.internal.v1.logits_pb2 import LogitsParams
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 
 NUM_REQUESTS = 32

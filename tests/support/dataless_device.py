@@ -21,10 +21,10 @@ from kernels.dispatch import Implementation
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.graphs import Capturer
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.startup import start_pipelined
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.runner.startup import start_pipelined
 from worker_svc.runner.step_runner import LoadedRunner
 
 _DEVICE = torch.device("meta")

@@ -17,14 +17,14 @@ from worker_svc.cache.pool_size import PoolSize
 from worker_svc.gpu.device_pass import StepSizes
 from worker_svc.gpu.graphs import Capturer
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.model_preparation import PreparedModel
+from worker_svc.loading.startup import start_pipelined
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.plan.tables import RowTables
 from worker_svc.ranks.devices.device_exchange import DeviceExchange
 from worker_svc.ranks.devices.device_follower import DeviceFollower, follow_on_device
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.leader import Leader
-from worker_svc.runner.model_preparation import PreparedModel
-from worker_svc.runner.startup import start_pipelined
 
 _CPU: Final = torch.device("cpu")
 

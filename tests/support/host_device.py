@@ -11,10 +11,10 @@ from torch import Tensor
 
 from worker_svc.gpu.graphs import Capturer, Replay
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.startup import start_pipelined
 from worker_svc.logits.built_in import ProcessorFactory
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.runner.startup import start_pipelined
 from worker_svc.runner.step_runner import LoadedRunner
 
 _MAX_POLLS = 3

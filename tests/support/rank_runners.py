@@ -17,6 +17,9 @@ from worker_driver import BLOCK_SIZE, Sampling, Sequence, admit, schedule, worke
 from quire.internal.v1 import worker_pb2
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.loading.drafter_loading import load_draft_model, make_drafter
+from worker_svc.loading.model_preparation import PreparedModel
+from worker_svc.loading.startup import start_runner
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.plan.plans import StepOutput, plan_from_proto
@@ -24,9 +27,6 @@ from worker_svc.plan.tables import RowTables
 from worker_svc.ranks.follower import Follower
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.leader import Leader, LeadingModel
-from worker_svc.runner.drafter_loading import load_draft_model, make_drafter
-from worker_svc.runner.model_preparation import PreparedModel
-from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import StepRunner
 
 SIZE: Final = PoolSize(20, 8)

@@ -12,11 +12,11 @@ from worker_driver import BLOCK_SIZE, worker_settings
 from kernels.attention import PagedBatch
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.loading.model_preparation import PreparedModel, prepare_model
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.ranks.group import RankGroup
-from worker_svc.runner.model_preparation import PreparedModel, prepare_model
 
 NUM_TOKENS: Final = 11
 _CPU: Final = torch.device("cpu")

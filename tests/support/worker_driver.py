@@ -18,11 +18,11 @@ from quire.service.channels import INTERNAL_MESSAGE_BYTES, channel_options
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.protocol_version import PROTOCOL_VERSION
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import plan_from_proto
 from worker_svc.runner.device_thread import DeviceThread
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 from worker_svc.service.servicer import WorkerServicer
 from worker_svc.settings import WorkerSettings

@@ -20,8 +20,8 @@ from benchmarks.grammars.schemas import kinds, mixed_schemas
 from gateway_svc.structured.compiler import StructuredOutputCompiler
 from quire.service.errors import RequestError
 from quire.v1 import structured_output_pb2 as pb
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.logits_params import Grammar, LogitsParams
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -19,14 +19,14 @@ from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import find_grammars
 from worker_svc.grammar.processor import GrammarProcessor
+from worker_svc.loading.runner_loading import load_runner
+from worker_svc.loading.startup import start_pipelined
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import Grammar, LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.runner.runner_loading import load_runner
-from worker_svc.runner.startup import start_pipelined
 from worker_svc.runner.step_runner import LoadedRunner, no_op
 from worker_svc.speculation.prompt_lookup import PromptLookup
 

@@ -25,7 +25,7 @@ from worker_driver import (
 from quire.cli import app
 from quire.internal.v1 import worker_pb2
 from quire.replay.recording import read_entries
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service.recorder import Recorder, RecordingRunner
 from worker_svc.sim.runner import SimModel, SimRunner

@@ -15,9 +15,9 @@ from kernels.dispatch import interprets_triton
 from quire.internal.v1 import worker_pb2
 from quire.internal.v1.logits_pb2 import LogitsParams
 from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import Plan, plan_from_proto
 from worker_svc.runner import prompt_slices
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 
 pytest.importorskip("kernels.gpu.attention", reason="there are no Triton kernels")

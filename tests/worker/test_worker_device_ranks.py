@@ -36,6 +36,7 @@ from worker_svc.cache.pool_size import PoolSize
 from worker_svc.gpu.device_pass import StepSizes
 from worker_svc.gpu.graphs import Replay, capture_decode
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.model_preparation import PreparedModel, prepare_model
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.plan.plans import StepOutput, plan_from_proto
 from worker_svc.ranks.devices.device_follower import DeviceFollower
@@ -43,7 +44,6 @@ from worker_svc.ranks.devices.rank_graphs import RequiredCapturer
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.leader import Leader
 from worker_svc.ranks.messages import Kind, Messages
-from worker_svc.runner.model_preparation import PreparedModel, prepare_model
 from worker_svc.runner.step_runner import PendingOutput, no_op
 from worker_svc.settings import WrongSettingError
 

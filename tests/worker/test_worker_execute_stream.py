@@ -26,7 +26,7 @@ from worker_driver import (
 
 from quire.internal.v1 import worker_pb2
 from quire.service.protocol_version import PROTOCOL_VERSION
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
 

@@ -15,6 +15,7 @@ from worker_driver import Sequence, admit, schedule, worker_settings
 
 from kernels.dispatch import cpp_implementations
 from quire.internal.v1 import worker_pb2
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.decoder_layers import fuse_layers
 from worker_svc.model.elementwise_fusion import fuse
 from worker_svc.model.fused_forward import FusedForward, fuse_forward
@@ -24,7 +25,6 @@ from worker_svc.model.quantized.packing import pack_quantized
 from worker_svc.model.quantized.sources import rounded_weights
 from worker_svc.model.weight_packing import pack
 from worker_svc.plan.plans import Plan, plan_from_proto
-from worker_svc.runner.runner_loading import load_runner
 
 
 def tied() -> PretrainedConfig:

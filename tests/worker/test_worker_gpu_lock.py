@@ -13,7 +13,7 @@ from worker_driver import worker_settings
 
 from worker_svc.gpu import gpu_lock
 from worker_svc.gpu.gpu_lock import exclusive_lock
-from worker_svc.runner import runner_loading
+from worker_svc.loading import runner_loading
 from worker_svc.settings import WorkerSettings
 
 _OTHER = """

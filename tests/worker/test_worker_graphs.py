@@ -17,8 +17,8 @@ from worker_svc.gpu.device_forward import DeviceForward
 from worker_svc.gpu.device_inputs import ForwardInputs, forward_arrays, padding_arrays
 from worker_svc.gpu.graphs import DecodeGraphs, Replay, capture_decode, graph_sizes
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import StepOutput, plan_from_proto
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner
 
 _ROWS = 20

@@ -9,7 +9,7 @@ import torch
 
 _IMPORTED = """
 import sys
-import worker_svc.runner.runner_loading
+import worker_svc.loading.runner_loading
 print(*{name.partition(".")[0] for name in sys.modules})
 """
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import logits_pb2, worker_pb2
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.logits import built_in
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.failures import RowFailure
@@ -15,7 +16,6 @@ from worker_svc.plan.jumps import jump
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.plans import NO_APPENDS, Admission, BlockMoves, Plan, plan_from_proto
 from worker_svc.plan.tables import RowTables
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import StepRunner
 
 _NOTHING = np.empty(0, np.int64)

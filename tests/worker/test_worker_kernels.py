@@ -11,7 +11,7 @@ from worker_driver import worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.dispatch import SETTINGS, Implementation, cpp_implementations
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.settings import WorkerSettings, WrongSettingError
 
 _ON_THIS_PROCESSOR = (Implementation.REFERENCE, Implementation.TORCH, *cpp_implementations())

@@ -12,8 +12,8 @@ from worker_driver import Sequence, admit, append, schedule, worker_settings
 
 from kernels.dispatch import interprets_triton
 from quire.internal.v1 import worker_pb2
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import plan_from_proto
-from worker_svc.runner.runner_loading import load_runner
 
 pytestmark = pytest.mark.skipif(
     not interprets_triton(), reason="Triton's kernels are not interpreted"

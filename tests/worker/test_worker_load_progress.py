@@ -12,8 +12,8 @@ from tiny_models import llama, save_model
 from worker_driver import worker_settings
 
 from quire.service.progress_file import Progress, read_progress
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.load_progress import LoadProgress
-from worker_svc.runner.runner_loading import load_runner
 
 _MIB = 2**20
 

@@ -7,9 +7,9 @@ from worker_driver import Sampling, Sequence, admit, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
 from quire.internal.v1.logits_pb2 import LogitsParams
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.plans import PlanError, StepOutput, plan_from_proto
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import StepRunner
 
 _PROMPTS = [[5, 17, 99], [3, 42, 8, 150], [61, 7]]

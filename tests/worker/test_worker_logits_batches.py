@@ -14,11 +14,11 @@ from torch import Tensor
 from worker_driver import worker_settings
 
 from worker_svc.gpu.device_forward import DeviceForward
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.logits.processor import ProcessorContext
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.runner.multi_step import MultiStepRunner
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
 
 

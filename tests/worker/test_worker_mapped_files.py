@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import llama, save_model
 from worker_driver import worker_settings
 
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.mapped_files import MappedFiles
-from worker_svc.runner.runner_loading import load_runner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -21,6 +21,7 @@ from kernels.attention import PagedBatch
 from kernels.dispatch import cpp_implementations
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
@@ -29,7 +30,6 @@ from worker_svc.packed.model_cache import ModelCache, default_folder
 from worker_svc.packed.packed_model import PackedModel
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.settings import WorkerSettings
 
 pytestmark = [
@@ -160,7 +160,7 @@ def test_transformers_is_not_imported(model: Path, cache: Path) -> None:
     script = f"""
 import sys
 from worker_driver import worker_settings
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 from pathlib import Path
 load_runner(worker_settings(
     Path({str(model)!r}), device="cpu", weight_cache={str(cache)!r}, weight_cache_size=10**9

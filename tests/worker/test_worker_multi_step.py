@@ -13,6 +13,7 @@ from triton_devices import NEEDS_GPU
 from worker_driver import Sampling, Sequence, admit, append, schedule, worker_settings
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.plans import (
     Plan,
@@ -23,7 +24,6 @@ from worker_svc.plan.plans import (
     result_to_proto,
 )
 from worker_svc.runner.multi_step import MultiStepRunner
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import Callback, PendingOutput, StepRunner, no_op
 from worker_svc.service.recorder import Recorder, RecordingRunner
 from worker_svc.service.step_inspector import StepInspector

@@ -15,8 +15,8 @@ from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
+from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.plans import PlanError, StepOutput, plan_from_proto
-from worker_svc.runner.runner_loading import load_runner
 from worker_svc.runner.step_runner import LoadedRunner, PendingOutput, StepRunner
 
 _POISONED = 200

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from tiny_models import llama, save_model
 from worker_driver import worker_settings
 
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 
 pytestmark = [
     pytest.mark.gpu,

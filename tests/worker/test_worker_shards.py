@@ -113,7 +113,7 @@ def test_layers_for_a_gpu_are_summed(
         counts = fuse(one.network, implementation)
         return counts + fuse_device_layers(one.network, calls, implementation)
 
-    monkeypatch.setattr("worker_svc.runner.model_preparation._replace_parts", replaced)
+    monkeypatch.setattr("worker_svc.loading.model_preparation._replace_parts", replaced)
     found = logits_of_ranks(model, 2)
     assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
 

@@ -9,7 +9,7 @@ from tiny_models import Reference, llama, save_model
 from worker_driver import worker_settings, written_by
 
 from benchmarks.engines.workload import Work
-from worker_svc.runner.runner_loading import load_runner
+from worker_svc.loading.runner_loading import load_runner
 
 pytest.importorskip("kernels.gpu", reason="there are no Triton kernels")
 

@@ -12,9 +12,9 @@ from transformers import LongcatFlashConfig
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from kernels.dispatch import cpp_implementations
+from worker_svc.loading import model_preparation
 from worker_svc.model.weight_packing import pack
 from worker_svc.model.weight_readers import ProbedWeights, probe_weights
-from worker_svc.runner import model_preparation
 
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]
 

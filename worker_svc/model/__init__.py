@@ -1,5 +1,5 @@
 """Loading of checkpoints and the forward pass: attention, fused layers, packed weights.
 
-Called by `runner`, `gpu`, `cache`, `packed`, `ranks`, `speculation` and `sim`. Imports attention
-specs and scales from `cache`.
+Called by `loading`, `runner`, `gpu`, `cache`, `packed`, `ranks`, `speculation` and `sim`. Imports
+attention specs and scales from `cache`.
 """

@@ -2,6 +2,6 @@
 its layers.
 
 Rank 0 is the worker that schedulers know: it has the tables, samples, and sends the inputs of each
-forward pass to the others, which follow. Called by `runner`; `model` sums and gathers through
+forward pass to the others, which follow. Called by `loading`; `model` sums and gathers through
 `group`.
 """

@@ -16,6 +16,8 @@ from worker_svc.cache.kv_pool import KvPool
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.device_pass import StepSizes
 from worker_svc.gpu.streams import CudaStreams
+from worker_svc.loading.devices import find_device
+from worker_svc.loading.model_source import load_source
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.ranks.agreement import (
@@ -33,8 +35,6 @@ from worker_svc.ranks.group import RANK_LOST, RankGroup, end_process
 from worker_svc.ranks.heartbeats import send_heartbeats
 from worker_svc.ranks.rendezvous import own_place
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
-from worker_svc.runner.devices import find_device
-from worker_svc.runner.model_source import load_source
 from worker_svc.service.process import keep_freed_memory, resume_collections, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
 

@@ -1,5 +1,5 @@
-"""Execution of a step: the device's thread, forward pass, sampling, loading and warm-up.
+"""Execution of a step: the device's thread, forward pass, sampling, rounds.
 
-Called by `service` through `StepRunner`, by `worker_svc.__main__` to load, by followers in `ranks`
-to load theirs, and by `gpu` and `sim`, which implement `StepRunner`.
+Called by `service` through `StepRunner`, which `gpu` and `sim` implement, too. `loading` makes the
+runner.
 """

@@ -48,7 +48,7 @@ def load_source(
         # By way of torch's compiler, transformers would import it.
         block_import("triton")
     # transformers takes seconds to import.
-    preparation = import_module("worker_svc.runner.model_preparation")
+    preparation = import_module("worker_svc.loading.model_preparation")
     prepared = preparation.prepare_model(settings, device, progress, ranks)
 
     def store() -> None:

@@ -16,6 +16,15 @@ from worker_svc.cache.kv_pool import KvPool, dtype_name
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock, lock_file
 from worker_svc.grammar.compiler import find_grammars
+from worker_svc.loading.devices import find_device, gpu_uuid
+from worker_svc.loading.drafter_loading import (
+    LoadedDraftModel,
+    load_draft_model,
+    make_drafter,
+    require_speculation,
+)
+from worker_svc.loading.model_source import ModelSource, load_source
+from worker_svc.loading.startup import start_runner
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
@@ -35,16 +44,7 @@ from worker_svc.ranks.leader import LeadingModel
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks, start_ranks
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
-from worker_svc.runner.devices import find_device, gpu_uuid
-from worker_svc.runner.drafter_loading import (
-    LoadedDraftModel,
-    load_draft_model,
-    make_drafter,
-    require_speculation,
-)
-from worker_svc.runner.model_source import ModelSource, load_source
 from worker_svc.runner.multi_step import MultiStepRunner
-from worker_svc.runner.startup import start_runner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
 from worker_svc.service.process import keep_freed_memory, return_freed_memory
 from worker_svc.settings import WorkerSettings, WrongSettingError
