@@ -4,7 +4,7 @@ Opened and run by `engine.discovery`; `engine` assigns sequences to them, `opera
 One step, made by `loop`:
 
     assignments         the assigned sequences, with their cached prefixes
-    step                the step as a whole, collected in a step_builder:
+    steps               the step as a whole:
         release             frees the rows of sequences that have ended
         core.policy         decides what runs, and what is preempted
         admission           lists the blocks that this needs

@@ -3,7 +3,7 @@
 from operator import sub
 
 from scheduler_svc.core.request import Delivery
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 
 
 def deliver(builder: StepBuilder) -> None:

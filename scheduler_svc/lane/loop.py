@@ -23,8 +23,8 @@ from scheduler_svc.lane.results import StepAccounts, append_tokens, correct_coun
 from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
 from scheduler_svc.lane.steady.entry import SteadyEntry
-from scheduler_svc.lane.step import Step
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.step import Step
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
 from scheduler_svc.store.types import Commit, PrefixMatch
 

@@ -12,7 +12,7 @@ from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.lane import worker_stream
-from scheduler_svc.lane.release import StepRelease
+from scheduler_svc.lane.steps.release import StepRelease
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.types import Commit, CommitReply

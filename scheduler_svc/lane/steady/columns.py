@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from scheduler_svc.core.request import Delivery
 from scheduler_svc.core.sequence import Sequence, Subscriber
 from scheduler_svc.core.view import Limits
-from scheduler_svc.lane.step_builder import take_publications
+from scheduler_svc.lane.steps.step_builder import take_publications
 from scheduler_svc.store.types import Publication
 
 

@@ -196,7 +196,7 @@ class SteadyDecoding:
         try:
             self._send(step)
         except LaneLost:
-            # The stream knows it.
+            # `stream.lost` has it, too, and ends the loop.
             return False
         return parts.stream.next_result is None or self.advance()
 
@@ -250,7 +250,7 @@ class SteadyDecoding:
         self._finish()
 
     def _finish(self) -> None:
-        """Bring up to date what is written now and then only."""
+        """Record the completed steps, and bring the counts of the sequences up to date."""
         self._record()
         self._columns.sync()
 

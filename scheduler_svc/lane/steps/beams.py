@@ -12,7 +12,7 @@ from scheduler_svc.beams.state import Child
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.view import StepDecision
 from scheduler_svc.lane.sequence_table import SequenceTable
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.store.hashing import HashChain
 
 

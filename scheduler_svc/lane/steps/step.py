@@ -10,16 +10,16 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
-from scheduler_svc.beams.step import StepBeams
 from scheduler_svc.core.policy import schedule
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Candidate, Forkable, LaneView, Limits, StepDecision, Swapped
-from scheduler_svc.lane.admission import StepAdmission
 from scheduler_svc.lane.in_flight import ScheduledRows
-from scheduler_svc.lane.release import StepRelease
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.admission import StepAdmission
+from scheduler_svc.lane.steps.beams import StepBeams
+from scheduler_svc.lane.steps.release import StepRelease
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.store.types import Commit, CommitReply, ForkedSequence, PrefixMatch
 
 _LOOKAHEAD: Final = attrgetter("num_lookahead_tokens")

@@ -10,7 +10,7 @@ from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 
 
 class StepRelease:

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
-from scheduler_svc.beams.step import StepBeams
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Admitted, StepDecision, SwappedIn
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
-from scheduler_svc.lane.step_builder import StepBuilder
+from scheduler_svc.lane.steps.beams import StepBeams
+from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.store.types import Admission, CommitReply
 
 
