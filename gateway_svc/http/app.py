@@ -20,12 +20,12 @@ from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.errors import CHAT_NAMES, to_http
 from gateway_svc.http.generation_response import INTERNAL_ERROR
-from gateway_svc.http.generation_routes import GenerationRoutes
 from gateway_svc.http.generations import Generations
-from gateway_svc.http.model_routes import ModelRoutes
 from gateway_svc.http.openapi import add_schemas
-from gateway_svc.http.page_routes import PageRoutes
-from gateway_svc.http.response_routes import ResponseRoutes
+from gateway_svc.http.routes.generation import GenerationRoutes
+from gateway_svc.http.routes.model import ModelRoutes
+from gateway_svc.http.routes.page import PageRoutes
+from gateway_svc.http.routes.response import ResponseRoutes
 from gateway_svc.http.service_status import ServiceStatus
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, invalid

@@ -113,7 +113,7 @@ async def test_the_events_of_a_response_are_streamed_again_after_each(http: Http
 async def test_a_response_in_the_background_is_retrieved_and_cancelled(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway_svc.http.response_routes._READ_S", 0.1)
+    monkeypatch.setattr("gateway_svc.http.routes.response._READ_S", 0.1)
     scheduler = http.stack.scheduler
     sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
     sent = await http.submission()

@@ -12,7 +12,7 @@ from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.openapi import documented
-from gateway_svc.http.read_route import ReadRoute
+from gateway_svc.http.routes.read_route import ReadRoute
 from quire.service.health import Health
 from quire.v1 import model_pb2
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request, Response
 
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.read_route import ReadRoute
+from gateway_svc.http.routes.read_route import ReadRoute
 from gateway_svc.http.service_status import ServiceStatus
 
 _TYPES = {
