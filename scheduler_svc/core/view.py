@@ -43,6 +43,7 @@ class Limits:
     max_long_partial_prefills: int | None = None
     # A longer prefill counts as long and is chunked to this size beside other prompts; 0: off.
     long_prefill_token_threshold: int = 0
+    # Slots kept free for each decoding sequence beyond its next token.
     num_lookahead_slots: int = 0
     # Tokens of the longest sequence: no sequence gets blocks for more.
     max_model_len: int = 2**31
@@ -73,7 +74,7 @@ class SequenceView(Protocol):
     @property
     def num_computed_tokens(self) -> int: ...
     @property
-    def num_lookahead_tokens(self) -> int: ...  # that a jump may add in each step
+    def num_lookahead_tokens(self) -> int: ...  # that jumps and drafts may add
     @property
     def last_step(self) -> int: ...  # that ran it
     @property
