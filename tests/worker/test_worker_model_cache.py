@@ -21,7 +21,9 @@ from kernels.attention import PagedBatch
 from kernels.dispatch import cpp_implementations
 from worker_svc.cache.kv_pool import KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.loading.model_preparation import prepare_model
 from worker_svc.loading.runner_loading import load_runner
+from worker_svc.model.fused_forward import fuse_forward
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
@@ -201,6 +203,19 @@ def test_a_setting_that_changes_weights_has_its_own_file(
     assert key_of(settings_of(model, cache)) == before
     assert key_of(settings_of(model, cache, max_num_seqs=3)) == before
     assert key_of(settings_of(model, cache, **change)) != before
+
+
+def test_the_code_that_prepares_models_is_a_part_of_the_key(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.packed.key._ROOT", tmp_path / "code")
+    keys = {key_of(settings_of(model, cache))}
+    for module in (fuse_forward.__module__, prepare_model.__module__, PackedModel.__module__):
+        file = tmp_path / "code" / f"{module.replace('.', '/')}.py"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        keys.add(key_of(settings_of(model, cache)))
+    assert len(keys) == 4
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])

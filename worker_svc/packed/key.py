@@ -13,7 +13,7 @@ from worker_svc.settings import WorkerSettings
 _FORMAT: Final = "1"
 _PACKAGES: Final = ("torch", "transformers", "numpy")
 # The code in Python that chooses, rounds and packs weights; that in C++ has its own digest.
-_CODE: Final = ("kernels", "worker_svc/model", "worker_svc/packed")
+_CODE: Final = ("kernels", "worker_svc/loading", "worker_svc/model", "worker_svc/packed")
 _ROOT: Final = Path(__file__).resolve().parents[2]
 # Settings that change the weights, or the tables beside them.
 _SETTINGS: Final = ("dtype", "quantization", "int8_activations", "max_model_len")
