@@ -34,6 +34,8 @@ _NO_ADDRESS = (
 )
 # Of the time to connect, for each node of a cluster that is asked where the keys are.
 _SHARE_OF_NODE = 1 / 4
+# Of uvloop, for a write to a socket that the server has closed just before.
+_CLOSED = RuntimeError
 # For other Sentinels to respond, once one has named a primary.
 _FOR_OTHERS_S = 0.1
 
@@ -61,7 +63,10 @@ class ServerLink:
         await self.disconnect()
         # Another one reads the files of TLS again, which may have been renewed.
         self._connection = self._make_connection()
-        await self._connection.connect()  # type: ignore[no-untyped-call]
+        try:
+            await self._connection.connect()  # type: ignore[no-untyped-call]
+        except _CLOSED as error:
+            raise RedisConnectionError("the server has closed the connection") from error
         # It has no public name. Nothing else of the client is used after this.
         writer = self._connection._writer
         assert writer is not None
@@ -160,6 +165,8 @@ async def _ask(servers: _Servers, host: str, port: int) -> _Named | str:
     try:
         # By their names, unlike the type of newer protocols.
         masters: Any = await client.sentinel_masters()
+    except _CLOSED:
+        return f"{host}:{port} has closed the connection"
     except (RedisError, OSError) as error:
         return f"{host}:{port}: {error}"
     finally:

@@ -144,7 +144,11 @@ class RespConnection(asyncio.Protocol):
 
     def send(self, commands: Sequence[bytes]) -> "asyncio.Future[list[Any]]":
         """Send packed commands; the future yields their replies, errors included. TimeoutError if
-        they are late, and RespConnectionLost for all other calls in progress then."""
+        they are late, and RespConnectionLost for all other calls in progress then, or if the
+        connection is lost already."""
+        if self.is_lost:
+            # The server may have closed it as soon as it was open: uvloop refuses the write.
+            raise RespConnectionLost("Redis has closed the connection")
         result: asyncio.Future[list[Any]] = self._loop.create_future()
 
         def resolve(replies: list[Any] | Exception) -> None:

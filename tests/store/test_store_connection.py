@@ -1,10 +1,15 @@
 """The list of pools, and a Redis that is restarted or unavailable."""
 
 import asyncio
+import socket
+import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import redis
+import uvloop
 from redis_groups import Server
 
 from quire.launcher.redis import EmbeddedRedis
@@ -244,3 +249,38 @@ async def test_a_redis_without_a_command_is_unavailable(tmp_path: Path) -> None:
         await store.close()
     finally:
         server.kill()
+
+
+def test_a_server_that_closes_connections_at_once_is_unavailable() -> None:
+    """As one at its `maxclients`. uvloop has an error of its own for a write to a closed socket."""
+
+    def close_all(listening: socket.socket) -> None:
+        reset = struct.pack("ii", 1, 0)
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            connection.close()
+
+    def delay_loop() -> None:
+        """Let the connection be closed between any two writes."""
+        time.sleep(0.001)
+        asyncio.get_running_loop().call_soon(delay_loop)
+
+    async def call(port: int) -> None:
+        delay_loop()
+        for url in (f"redis://127.0.0.1:{port}", f"redis+sentinel://127.0.0.1:{port}/any"):
+            for _ in range(15):
+                connection = Connection.to(url, timeout_s=5)
+                with pytest.raises(StoreUnavailable):
+                    await connection.execute("PING")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closing = threading.Thread(target=close_all, args=(listening,))
+        closing.start()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(call(listening.getsockname()[1]))
+        listening.shutdown(socket.SHUT_RDWR)
+        closing.join()

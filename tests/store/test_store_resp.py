@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 import redis
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
-from scheduler_svc.store.resp import ReplyError, ReplyReader, pack
+from scheduler_svc.store.links import link_to
+from scheduler_svc.store.resp import (
+    ReplyError,
+    ReplyReader,
+    RespConnection,
+    RespConnectionLost,
+    pack,
+)
 
 
 def test_a_command_is_encoded_as_its_parts_after_their_lengths() -> None:
@@ -158,6 +166,20 @@ async def test_an_error_in_a_transaction_is_raised(redis_url: str) -> None:
         await connection.snapshot(("GET", "text"), ("INCR", "text"))
     assert await connection.execute("DEL", "text") == 1
     await connection.close()
+
+
+def test_a_call_over_a_connection_that_is_lost_fails(redis_url: str) -> None:
+    """uvloop has an error of its own for a write to a closed socket."""
+
+    async def call() -> None:
+        connection = RespConnection(await link_to(redis_url, 5).connect(), timeout_s=5)
+        connection.drop()
+        await asyncio.sleep(0.01)
+        with pytest.raises(RespConnectionLost):
+            await connection.send([pack(["PING"])])
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(call())
 
 
 async def _outcomes(calls: list[asyncio.Task[Any]]) -> list[Any]:
