@@ -66,6 +66,8 @@ class Membership:
         self._map_since_ms = 0
         # Why the last heartbeat failed; None if it did not.
         self.why_silent: str | None = None
+        # Why heartbeats have failed since the last one.
+        self._reasons: set[str] = set()
         # Heartbeats that have begun, and the one of the last reading.
         self._num_begun = 0
         self._last_read = 0
@@ -243,10 +245,12 @@ class Membership:
                 try:
                     self._take(await self._beat(self.address))
                     self.why_silent = None
+                    self._reasons.clear()
                 except StoreError as error:
-                    if str(error) != self.why_silent:
-                        # Logged once, not at every attempt.
-                        self.why_silent = str(error)
+                    self.why_silent = str(error)
+                    if self.why_silent not in self._reasons:
+                        # Logged once, not at every attempt: reasons may alternate.
+                        self._reasons.add(self.why_silent)
                         log.warning("no heartbeat", reason=self.why_silent)
                     # Loads have grown older.
                     self._notify()

@@ -50,6 +50,8 @@ class Standby:
         self.leader_address = ""
         # Why Redis failed the last call; None if it did not.
         self.redis_error: str | None = "not connected yet"
+        # Why Redis has failed calls since the last one that succeeded.
+        self._reasons: set[str] = set()
         # After an outage of Redis or the loss of the lease's entry the old leader has precedence.
         self._not_before = 0.0
         # `_lost_leader` has ended since then.
@@ -162,9 +164,10 @@ class Standby:
             return await self._store.acquire(self._address, round(lease_s * 1000), lost_epoch)
         except StoreUnavailable as error:
             self._has_lost_redis = True
-            if self.redis_error != str(error):
-                # Logged once, not at every attempt.
-                self.redis_error = str(error)
+            self.redis_error = str(error)
+            if self.redis_error not in self._reasons:
+                # Logged once, not at every attempt: reasons may alternate.
+                self._reasons.add(self.redis_error)
                 log.error("Redis unavailable", reason=self.redis_error)
             return None
 
@@ -182,6 +185,7 @@ class Standby:
         self._has_seen_leader = leader is not None
         self.leader_address = self._leader_or_next(leader)
         self.redis_error = None
+        self._reasons.clear()
         if leader is not None and leader.address not in ("", self._address):
             self._watch.watch(leader)
 

@@ -385,19 +385,21 @@ async def test_a_shard_is_led_while_its_leader_writes_its_load(cluster, three) -
 
 async def test_heartbeats_are_retried_and_sent_at_once_when_a_shard_is_led(monkeypatch) -> None:
     class Failing(ScriptedCluster):
-        num_failures = 2
+        num_failures = 5
 
         async def beat(self, *args):
             if self.num_failures:
                 self.num_failures -= 1
-                raise StoreUnavailable("no connection")
+                raise StoreUnavailable("lost" if self.num_failures % 2 else "refused")
             return await super().beat(*args)
 
     cluster = Failing()
     member = cluster.member("a")
     monkeypatch.setattr(membership_module, "HEARTBEAT_S", 0.001)
-    running = asyncio.create_task(member.run())
-    await member.is_known.wait()
+    with capture_logs() as logs:
+        running = asyncio.create_task(member.run())
+        await member.is_known.wait()
+    assert [line["reason"] for line in logs] == ["refused", "lost"], "once each"
     monkeypatch.setattr(membership_module, "HEARTBEAT_S", 1000)
     await until(lambda: member._wake._waiters, "a pause")
     member.lead(0, lambda: ShardLoad("a"))

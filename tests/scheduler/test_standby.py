@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 from scripted_cluster import ScriptedCluster, beat
+from structlog.testing import capture_logs
 from waiting import until
 
 from scheduler_svc.cluster.cluster_map import ClusterMap
@@ -15,6 +16,7 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.leadership import standby as standby_module
 from scheduler_svc.leadership.standby import YIELD_S, Standby
+from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 
@@ -88,6 +90,25 @@ async def test_another_scheduler_takes_a_lease_that_its_owner_leaves(standbys, p
     assert await other._try_acquire() is None
     pass_time(YIELD_S)
     assert await other._try_acquire() is not None
+
+
+async def test_each_reason_of_an_outage_is_logged_once(standbys, monkeypatch) -> None:
+    owner, _ = standbys
+    reasons = ["lost", "refused", "lost", "refused"]
+
+    async def fail() -> None:
+        raise StoreUnavailable(reasons.pop(0))
+
+    for _ in range(2):
+        with capture_logs() as logs, monkeypatch.context() as patch:
+            patch.setattr(owner._store, "leader", fail)
+            while reasons:
+                assert await owner._try_acquire() is None
+        assert [line["reason"] for line in logs] == ["lost", "refused"]
+        assert owner.redis_error == "refused"
+        await owner._try_acquire()
+        assert owner.redis_error is None
+        reasons += ["lost", "refused", "refused"]
 
 
 async def test_a_scheduler_that_has_not_read_the_map_waits(
