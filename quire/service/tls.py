@@ -80,8 +80,8 @@ class TLS:
         return context
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of channels, with the files as they are now. TLSError if one cannot be
-        read."""
+        """Credentials of channels, with the files as they are now. TLSError if one cannot be read
+        or is empty, as between two writes."""
         return grpc.ssl_channel_credentials(*(_bytes(x) for x in (self.ca, self.key, self.cert)))
 
 
@@ -184,7 +184,7 @@ def open_channel(
     target: str, options: _Options, tls: TLS | None, name: str | None = None
 ) -> grpc.Channel:
     """Open a channel. `name` is the name that a target with an IP address stands for. A unix socket
-    has no TLS. TLSError if the files cannot be read."""
+    has no TLS. TLSError if files cannot be read or are empty."""
     if tls is None or target.startswith("unix:"):
         return grpc.insecure_channel(target, options=options)
     return grpc.secure_channel(target, _credentials(tls), options=_with_name(options, tls, name))
@@ -194,7 +194,7 @@ def open_aio_channel(
     target: str, options: _Options, tls: TLS | None, name: str | None = None
 ) -> grpc.aio.Channel:
     """Open a channel of the running event loop, as `open_channel` does. TLSError if files cannot
-    be read."""
+    be read or are empty."""
     if tls is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(
@@ -297,7 +297,14 @@ def _why(error: ssl.SSLError) -> str:
 
 
 def _bytes(path: str | Path | None) -> bytes | None:
+    if path is None:
+        return None
     try:
-        return None if path is None else Path(path).read_bytes()
+        contents = Path(path).read_bytes()
     except OSError as error:
         raise TLSError(f"{path} cannot be read: {error.strerror}") from error
+    if not contents:
+        # gRPC ends the process for an empty certificate or key, and trusts the system's authorities
+        # for an empty file of them.
+        raise TLSError(f"{path} is empty")
+    return contents

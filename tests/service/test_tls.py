@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import shutil
 import socket
 import ssl
 import subprocess
@@ -257,6 +258,22 @@ def test_files_that_cannot_be_used_are_named(certificates: Path, tmp_path: Path)
         TLS(certificates / "ca.pem", cert)
     with pytest.raises(TLSError, match=f"{missing} cannot be read"):
         TLS(missing)
+
+
+def test_a_channel_is_not_opened_with_a_file_that_is_empty(
+    certificates: Path, tmp_path: Path
+) -> None:
+    """As between two writes. gRPC would end the process, or trust the system's authorities."""
+    names = ("ca.pem", "gateway.pem", "gateway-key.pem")
+    ca, cert, key = (Path(shutil.copy(certificates / name, tmp_path)) for name in names)
+    tls = TLS(ca, cert, key)
+    for file in (ca, cert, key):
+        contents = file.read_bytes()
+        file.write_bytes(b"")
+        with pytest.raises(TLSError, match=f"{file} is empty"):
+            tls.credentials()
+        file.write_bytes(contents)
+    assert tls.credentials()
 
 
 def test_a_certificate_that_clients_refuse_is_logged(
