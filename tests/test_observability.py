@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import promql_parser
@@ -20,6 +21,7 @@ from scripted_engine import FREE, ScriptedEngine
 from gateway_svc.metrics.objectives import parse_objectives
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, unavailable
+from quire.service.metrics import export_expiry
 from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
@@ -64,11 +66,18 @@ def scheduler_metrics() -> list[Metric]:
     return asyncio.run(collect())
 
 
+def certificate_metrics() -> list[Metric]:
+    certificates: Any = SimpleNamespace(expires_at=lambda: 0.0)
+    registry = CollectorRegistry()
+    export_expiry(registry, certificates)
+    return list(registry.collect())
+
+
 @cache
 def exported() -> Series:
     """The labels of each sample's name, as the services export them."""
     found: Series = defaultdict(set)
-    for metric in (*gateway_metrics(), *scheduler_metrics()):
+    for metric in (*gateway_metrics(), *scheduler_metrics(), *certificate_metrics()):
         assert metric.samples, metric.name
         for sample in metric.samples:
             found[sample.name] |= {*sample.labels, *TARGET_LABELS}
