@@ -98,10 +98,12 @@ def _meant(request: Request, error: HTTPException) -> str:
     """What is wrong with a client's base URL, if it has a path with `/v1` too often or not at
     all."""
     path = request.url.path
+    if error.status_code != 404:
+        return ""
     for meant in (f"{_PREFIX}{path}", path.removeprefix(_PREFIX)):
         scope = {**request.scope, "path": meant}
-        routes = request.app.routes if error.status_code == 404 and meant != path else ()
-        if any(route.matches(scope)[0] is not Match.NONE for route in routes):
+        routes = request.app.routes
+        if meant != path and any(one.matches(scope)[0] is not Match.NONE for one in routes):
             return f"; the path is {meant}: check the client's base URL"
     return ""
 

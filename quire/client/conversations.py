@@ -71,7 +71,9 @@ def conversation_proto(conversation: Conversation) -> conversation_pb2.Conversat
 def fill_options(conversation: conversation_pb2.Conversation, options: ConversationOptions) -> None:
     """Set what is given."""
     for name in (
-        *("parallel_tool_calls", "include_reasoning", "add_generation_prompt"),
+        "parallel_tool_calls",
+        "include_reasoning",
+        "add_generation_prompt",
         "continue_final_message",
     ):
         value = options.get(name)

@@ -191,8 +191,8 @@ def _be_nice(niceness: int) -> None:
 
 
 class RoundRobin(Generic[T]):
-    """What waits for such a thread: principals are served round robin, the oldest
-    item of each first. Not thread-safe."""
+    """A queue that serves principals round robin, the oldest item of each first. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         # The next principal first; without those that have no items.

@@ -55,7 +55,7 @@ def export_expiry(registry: CollectorRegistry, certificates: ServerCertificates 
     if certificates is not None:
         gauge = Gauge(
             "quire:tls_certificate_expiry_timestamp_seconds",
-            "When the certificate that the service shows expires, in seconds since the epoch.",
+            "When the certificate that the service presents expires, in seconds since the epoch.",
             registry=registry,
         )
         gauge.set_function(certificates.expires_at)

@@ -304,7 +304,6 @@ def _bytes(path: str | Path | None) -> bytes | None:
     except OSError as error:
         raise TLSError(f"{path} cannot be read: {error.strerror}") from error
     if not contents:
-        # gRPC ends the process for an empty certificate or key, and trusts the system's authorities
-        # for an empty file of them.
+        # gRPC ends the process for an empty certificate or key.
         raise TLSError(f"{path} is empty")
     return contents

@@ -34,7 +34,8 @@ _NO_ADDRESS = (
 )
 # Of the time to connect, for each node of a cluster that is asked where the keys are.
 _SHARE_OF_NODE = 1 / 4
-# Of uvloop, for a write to a socket that the server has closed just before.
+# Of uvloop, for a write to a socket that the server has closed just before. Its text differs each
+# time, by an address of memory, and is left out: reasons are logged once.
 _CLOSED = RuntimeError
 # For other Sentinels to respond, once one has named a primary.
 _FOR_OTHERS_S = 0.1
