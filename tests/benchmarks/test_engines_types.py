@@ -54,7 +54,7 @@ def rounds(missing: str | None = None) -> Rounds:
         },
         memory={OURS: Memory(10**9, 4.0, 2500.0), BATCHED: Memory(10**9, None, None)},
         missing={VLLM: missing} if missing else {},
-        bandwidths=[24.0, 40.0, 25.0],
+        bandwidths={OURS: [24.0, 40.0, 25.0], BATCHED: [25.0, 25.0, 25.0]},
     )
 
 
@@ -209,7 +209,7 @@ def test_the_table_has_ratios_of_rounds_and_shares_of_bandwidth():
     assert ours["of_bandwidth"] == pytest.approx(0.8)
     assert batched["stream_first_ms"] == 250.0
     assert "Not measured: vLLM W8A8, `LLM.generate`, eager: no kernel for 8 bits." in part.notes[-1]
-    assert "24.0, 40.0, 25.0 GB/s" in part.notes[1]
+    assert "around those of Quire 24.0, 40.0, 25.0 GB/s" in part.notes[1]
     assert "| 8 requests | speed-up |" in markdown(part)
 
 
@@ -240,10 +240,12 @@ class Scripted:
         self._calls = calls
         self._name = name
         self._fails_at = fails_at
+        self._reads = 0
 
     def call(self, command: str) -> object:
         if command == "read":
-            return 25.0
+            self._reads += 1
+            return 25.0 if self._reads % 2 else 27.0
         if command == "peak_rss_mb":
             return 100.0
         if command == self._fails_at and (self._name, command) in self._calls:
@@ -274,7 +276,9 @@ def test_variants_that_fail_are_left_out_and_named(capsys):
     assert list(found.results) == list(found.memory) == [OURS]
     assert found.missing == {VLLM: "not installed in .cache/vllm", BATCHED: "out of memory"}
     assert "vllm-int8 is left out: not installed in .cache/vllm\n" in capsys.readouterr().out
-    assert len(found.results[OURS]["stream"]) == len(found.bandwidths) == 2
+    assert len(found.results[OURS]["stream"]) == found.num_rounds == 2
+    # Two values before and after each round's streams.
+    assert found.bandwidths[OURS] == [26.0, 26.0]
     assert setup.calls[2:6] == [
         ("quire-int8", "1"),
         ("llama.cpp-int8", "1"),

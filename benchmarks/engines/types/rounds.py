@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from benchmarks.engines.host import EngineError
 from benchmarks.engines.types.loads import STREAM, WARM
@@ -36,8 +36,12 @@ class Rounds:
     memory: Mapping[Variant, Memory]
     # Variants that cannot be measured, and why.
     missing: Mapping[Variant, str]
-    # GB/s, one per round.
-    bandwidths: Sequence[float]
+    # In GB/s, those around the streams of each variant, one per round.
+    bandwidths: Mapping[Variant, Sequence[float]]
+
+    @property
+    def num_rounds(self) -> int:
+        return max(map(len, self.bandwidths.values()), default=0)
 
     def tokens_per_s(self, variant: Variant, load: str) -> float:
         """Return the median over the rounds."""
@@ -58,30 +62,32 @@ class Rounds:
         streams = self.results[variant][STREAM]
         return median(
             gigabytes * one[_TOKENS_PER_S] / bandwidth
-            for one, bandwidth in zip(streams, self.bandwidths, strict=True)
+            for one, bandwidth in zip(streams, self.bandwidths[variant], strict=True)
         )
 
 
 def run_rounds(setup: Setup, variants: Sequence[Variant], num_rounds: int) -> Rounds:
     """Start the variants and run all rounds. A variant that fails is left out."""
     with ExitStack() as stack:
-        running = _Running(setup, stack)
-        bandwidth = setup.bandwidth(stack)
+        running = _Running(setup, stack, setup.bandwidth(stack))
         for variant in variants:
             running.start(variant)
-        bandwidths = [running.run_round(bandwidth, number % 2 == 1) for number in range(num_rounds)]
-        return Rounds(running.results, running.memory(), running.missing, bandwidths)
+        for number in range(num_rounds):
+            running.run_round(backwards=number % 2 == 1)
+        return Rounds(running.results, running.memory(), running.missing, running.bandwidths)
 
 
 class _Running:
     """The variants that have started and not failed."""
 
-    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+    def __init__(self, setup: Setup, stack: ExitStack, bandwidth: Runner) -> None:
         self._setup = setup
         self._stack = stack
+        self._bandwidth = bandwidth
         self._started: dict[Variant, Started] = {}
         self.results: dict[Variant, dict[str, list[Mapping[str, float]]]] = {}
         self.missing: dict[Variant, str] = {}
+        self.bandwidths: dict[Variant, list[float]] = {}
 
     def start(self, variant: Variant) -> None:
         def begin() -> None:
@@ -89,22 +95,19 @@ class _Running:
             started.runner.call(WARM)
             self._started[variant] = started
             self.results[variant] = {load: [] for load in self._setup.loads.names}
+            self.bandwidths[variant] = []
 
         self._guarded(variant, begin)
 
-    def run_round(self, bandwidth: Runner, backwards: bool) -> float:
+    def run_round(self, *, backwards: bool) -> None:
         """Run each load on all variants, one after the other, before the next load. The order
-        alternates between rounds, so that a machine that becomes slower or faster favours none.
-
-        Return the bandwidth, the median of measurements before each variant's streams.
-        """
-        bandwidths: list[float] = [bandwidth.call(_READ)]
+        alternates between rounds, so that a machine that becomes slower or faster favours none."""
         for load in self._setup.loads.names:
             for variant in list(self._started)[:: -1 if backwards else 1]:
                 if load == STREAM:
-                    bandwidths.append(bandwidth.call(_READ))
-                self._run(variant, load)
-        return median(bandwidths)
+                    self._run_streams(variant)
+                else:
+                    self._run(variant, load)
 
     def memory(self) -> dict[Variant, Memory]:
         return {
@@ -116,6 +119,12 @@ class _Running:
             )
             for variant, started in self._started.items()
         }
+
+    def _run_streams(self, variant: Variant) -> None:
+        """Measure the bandwidth before and after, as it changes within a minute."""
+        before = self._bandwidth.call(_READ)
+        self._run(variant, STREAM)
+        self.bandwidths[variant].append(mean([before, self._bandwidth.call(_READ)]))
 
     def _run(self, variant: Variant, load: str) -> None:
         def run() -> None:

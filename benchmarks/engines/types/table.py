@@ -41,10 +41,11 @@ def part_name(shape: Shape, kind: str) -> str:
 def table(shape: Shape, kind: str, loads: Loads, rounds: Rounds) -> Part:
     """Build the table of the variants of one type."""
     title = TITLES[kind]
+    reading = _reading(rounds, Variant(QUIRE, kind))
     return Part(
         name=part_name(shape, kind),
         title=f"{title[0].upper()}{title[1:]}, {shape.size}",
-        notes=[_setting(loads, rounds), _reading(rounds), *_missing(rounds)],
+        notes=[_setting(loads, rounds), reading, *_missing(rounds)],
         columns=_columns(loads),
         rows=[_row(variant, kind, loads, rounds) for variant in rounds.results],
         targets=list(_targets(shape, kind, loads, rounds)),
@@ -56,17 +57,19 @@ def _setting(loads: Loads, rounds: Rounds) -> str:
         f"Prompts of {loads.num_prompt_tokens} random tokens, outputs of "
         f"{loads.num_output_tokens}; greedy, without prefix caches, on all cores. Tokens per "
         "second of the whole work, prompts and outputs, by the number of requests sent at once; "
-        f"medians of the rounds ({len(rounds.bandwidths)})."
+        f"medians of the rounds ({rounds.num_rounds})."
     )
 
 
-def _reading(rounds: Rounds) -> str:
-    shown = ", ".join(f"{bandwidth:.1f}" for bandwidth in rounds.bandwidths)
+def _reading(rounds: Rounds, ours: Variant) -> str:
+    around = ", ".join(f"{bandwidth:.1f}" for bandwidth in rounds.bandwidths.get(ours, []))
+    shown = f"; around those of Quire {around} GB/s" if around else ""
     return (
         "*Speed-up* is that of Quire over the system, a median of the rounds' ratios. *One "
         "stream* is streams one after the other: the time to the first token, and the tokens per "
         "second after it. *Of bandwidth* is the weights' size times that rate, as a share of the "
-        f"bandwidth at which all cores read memory, a median of each round ({shown} GB/s). *From "
+        "average bandwidth at which all cores read memory before and after the streams, a median "
+        f"of the rounds{shown}. *From "
         "cache* is the second start, which maps the packed weights that the first one has written; "
         "both are medians of three."
     )
