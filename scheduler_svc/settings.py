@@ -113,6 +113,13 @@ class SchedulerSettings(TracedServiceSettings):
         description="A prompt with more tokens to compute is long, and gets at most this many per "
         "step while other prompts wait; 0: no prompt is long.",
     )
+    max_prefill_s: float = Field(
+        0.25,
+        ge=0,
+        description="Seconds that a step with decodes and prompts may take, approximately: where a "
+        "worker computes slowly, prompts get fewer tokens per step, so that streams do not pause. "
+        "A step may always take twice as long as one without prompts. 0: no limit.",
+    )
     preemption_mode: PreemptionMode = Field(
         PreemptionMode.AUTO,
         description="How running sequences are preempted when blocks run out; recompute, swap (to "

@@ -192,6 +192,7 @@ def _lane_options(settings: SchedulerSettings) -> LaneOptions:
         watermark=settings.watermark,
         pipeline_depth=settings.pipeline_depth,
         multi_step_s=settings.multi_step_s,
+        max_prefill_s=settings.max_prefill_s,
         enable_prefix_caching=settings.enable_prefix_caching,
         check_every_step=settings.check_every_step,
         step_timeout_s=settings.step_timeout_s,

@@ -3,7 +3,8 @@
 Continuous batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024), preemption
 by recomputation and by swapping (vLLM, SOSP 2023). Two policies:
 
-chunked        decodes, forks, partial prefills, swapped groups, new prompts: all in one step
+chunked        decodes, forks, partial prefills, swapped groups, new prompts: all in one step;
+               beside decodes fewer tokens of prompts, so that the step stays short
 prefill_first  prompts while any are left to compute, else decodes, forks and swapped groups
 
 On a worker with several stages a step has a part of the decodes that are not in flight.
@@ -66,11 +67,11 @@ class _Step(Generic[SeqT]):
         self._limits = limits
         self._view = view
         self._num_free_blocks = view.num_free_blocks
-        self._num_tokens = limits.max_num_batched_tokens
+        self._num_tokens = self._num_prompt_tokens = limits.max_num_batched_tokens
         self._num_rows = len(view.running)
         # Rows reserved for siblings.
-        self._num_siblings = view.num_reserved_rows
-        self._num_siblings += sum(len(group.siblings) for group in view.forkable)
+        num_forks = sum(len(group.siblings) for group in view.forkable)
+        self._num_siblings = view.num_reserved_rows + num_forks
         self._num_lookahead_slots = 0
         self._reserves_jumps = True  # a jump is not worth a preemption
         self._decodes: list[SeqT] = []
@@ -135,6 +136,7 @@ class _Step(Generic[SeqT]):
         """Schedule every decode, preempting rows if blocks run out."""
         if self._decodes:
             self._num_lookahead_slots = self._limits.num_lookahead_slots
+            self._num_prompt_tokens = self._view.max_prompt_tokens
         appends, num_needed = self._appends()
         if num_needed > self._num_free_blocks:
             self._reserves_jumps = False
@@ -236,6 +238,7 @@ class _Step(Generic[SeqT]):
             num_tokens = self._chunk(remaining)
             if num_tokens:
                 self._num_tokens -= num_tokens
+                self._num_prompt_tokens -= num_tokens
                 self.decision.scheduled.append(row)
                 self.decision.num_scheduled_tokens.append(num_tokens)
             self._num_partial += num_tokens < remaining
@@ -246,7 +249,7 @@ class _Step(Generic[SeqT]):
         return self._chunk(remaining) < remaining, row.order
 
     def _chunk(self, remaining: int) -> int:
-        num_tokens = min(remaining, self._num_tokens)
+        num_tokens = min(remaining, self._num_tokens, self._num_prompt_tokens)
         threshold = self._limits.long_prefill_token_threshold
         if threshold and len(self._prefills) + len(self._view.candidates) > 1:
             return min(num_tokens, threshold)
@@ -312,12 +315,13 @@ class _Step(Generic[SeqT]):
             return False
         num_tokens = self._chunk(remaining)
         is_partial = num_tokens < remaining
-        if not num_tokens or (is_partial and not self._has_room_for_partial()):
+        if not num_tokens or (is_partial and not limits.has_room_for_partial(self._num_partial)):
             return False
         self._num_partial += is_partial
         self._num_long += limits.is_long(remaining)
         self._num_free_blocks -= num_needed
         self._num_tokens -= num_tokens
+        self._num_prompt_tokens -= num_tokens
         self._num_rows += 1
         self._num_siblings += candidate.num_rows - 1
         num_filled = (num_hits * limits.block_size + num_tokens) // limits.block_size
@@ -326,10 +330,6 @@ class _Step(Generic[SeqT]):
             Admitted(candidate.sequence, num_hits, num_tokens, num_new_blocks)
         )
         return True
-
-    def _has_room_for_partial(self) -> bool:
-        most = self._limits.max_num_partial_prefills
-        return most is None or self._num_partial < most
 
     def _hits(self, candidate: Candidate[SeqT]) -> int:
         """Leading blocks that are cached, or filled by an earlier admission of this step."""

@@ -57,6 +57,11 @@ class Limits:
         most = self.max_long_partial_prefills
         return most is None or num_long < most
 
+    def has_room_for_partial(self, num_partial: int) -> bool:
+        """Whether a step may leave one more prefill unfinished beside `num_partial`."""
+        most = self.max_num_partial_prefills
+        return most is None or num_partial < most
+
 
 class SequenceView(Protocol):
     """A sequence as the policy sees it, including the tokens of plans in flight."""
@@ -138,6 +143,8 @@ class LaneView(Generic[SeqT]):
     candidates: Sequence[Candidate[SeqT]] = ()
     # Rows for siblings whose prompts are not computed yet.
     num_reserved_rows: int = 0
+    # Tokens of prompts that the step may have beside decodes, at most.
+    max_prompt_tokens: int = 2**31
     # Rounds of decoding allowed if the step runs nothing else.
     num_rounds: int = 1
     # Of a worker with several stages: plans in flight have different rows, and decodes are divided

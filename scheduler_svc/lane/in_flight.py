@@ -38,6 +38,7 @@ class InFlightStep:
     step: int
     scheduled: ScheduledRows
     num_tokens: int
+    num_prefill_tokens: int
     num_rounds: int
     sent_at: float  # of time.perf_counter
     # Cost of the step before it was sent.

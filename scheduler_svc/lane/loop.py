@@ -3,10 +3,6 @@
 import asyncio
 import time
 
-import structlog
-from grpc import StatusCode
-
-from quire.service.errors import RequestError
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.assignments import Assignments
@@ -18,8 +14,9 @@ from scheduler_svc.lane.multi_step import MultiStep
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
 from scheduler_svc.lane.plan import PlanContents, build_plan
 from scheduler_svc.lane.pool_client import PoolClient
+from scheduler_svc.lane.prompt_share import PromptShare
 from scheduler_svc.lane.quarantine import Quarantine
-from scheduler_svc.lane.results import StepAccounts, append_tokens, correct_counts
+from scheduler_svc.lane.results import StepAccounts, append_tokens, correct_counts, fail
 from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
 from scheduler_svc.lane.steady.entry import SteadyEntry
@@ -27,8 +24,6 @@ from scheduler_svc.lane.steps.step import Step
 from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
 from scheduler_svc.store.types import Commit, PrefixMatch
-
-log = structlog.get_logger()
 
 IDLE_CHECK_S = 5.0
 
@@ -65,9 +60,10 @@ class LaneLoop:
         self._most_in_flight = options.pipeline_depth_for(worker)
         self._num_micro_batches = options.num_micro_batches_for(worker)
         self._multi_step = MultiStep(options.max_rounds_s(worker), hooks.since_last_arrival_s)
+        self._prompt_share = PromptShare(options.max_prefill_s)
         self._results = StepAccounts(
             worker.incarnation, table, self.quarantine, self.batch_window, self._multi_step,
-            pool.stats, hooks.step_completed,
+            self._prompt_share, pool.stats, hooks.step_completed,
         )  # fmt: skip
         # Sequences with tokens that are not committed yet, and those whose rows failed.
         self._uncommitted: dict[Sequence, None] = {}
@@ -254,6 +250,7 @@ class LaneLoop:
             num_usable,
             self._stats,
             self._num_micro_batches,
+            self._prompt_share.max_tokens,
         )
         uncommitted, self._uncommitted = self._uncommitted, {}
         failed, self._failed = self._failed, []
@@ -301,6 +298,7 @@ class LaneLoop:
             step=self._pool.last_step,
             scheduled=scheduled,
             num_tokens=contents.num_tokens,
+            num_prefill_tokens=contents.num_prefill_tokens,
             num_rounds=max(contents.num_rounds, default=1),
             sent_at=time.perf_counter(),
             scheduling_s=scheduling_s,
@@ -338,12 +336,6 @@ class LaneLoop:
             if self._table.traced.in_prefill:
                 self._table.traced.complete_prefills()
             for sequence, error in completed.failures:
-                self._fail(sequence, error)
+                fail(sequence, error)
+                self._failed.append(sequence)
             self._results.end(completed.in_flight, completed.sequences, result, started)
-
-    def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        if sequence.group.error is None:
-            report = log.error if error.code is StatusCode.INTERNAL else log.info
-            report("row failed", reason=error.message, **sequence.group.record.log_fields)
-        sequence.group.fail(error)
-        self._failed.append(sequence)

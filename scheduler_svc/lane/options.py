@@ -23,6 +23,8 @@ class LaneOptions:
     check_every_step: bool
     # Maximum duration of a plan of several rounds; 0: one round per plan, and no batch window.
     multi_step_s: float
+    # Intended duration of a step that computes prompts beside decodes; 0: any.
+    max_prefill_s: float
     # A worker whose oldest plan takes longer counts as stuck.
     step_timeout_s: float
 

@@ -3,7 +3,11 @@
 import time
 from collections.abc import Callable
 
+import structlog
+from grpc import StatusCode
+
 from quire.internal.v1 import worker_pb2
+from quire.service.errors import RequestError
 from scheduler_svc.core.beams import take_result
 from scheduler_svc.core.logprobs import ENTRY_BYTES
 from scheduler_svc.core.sequence import Sequence
@@ -11,9 +15,12 @@ from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.lane.batch_window import BatchWindow
 from scheduler_svc.lane.in_flight import CompletedStep, InFlightStep, InFlightSteps
 from scheduler_svc.lane.multi_step import MultiStep
+from scheduler_svc.lane.prompt_share import PromptShare
 from scheduler_svc.lane.quarantine import Quarantine
 from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.worker_stream import LaneLost
+
+log = structlog.get_logger()
 
 
 class StepAccounts:
@@ -26,6 +33,7 @@ class StepAccounts:
         quarantine: Quarantine,
         batch_window: BatchWindow,
         multi_step: MultiStep,
+        prompt_share: PromptShare,
         stats: LaneStats,
         step_completed: Callable[[StepTiming], None],
     ) -> None:
@@ -34,6 +42,7 @@ class StepAccounts:
         self._quarantine = quarantine
         self._batch_window = batch_window
         self._multi_step = multi_step
+        self._prompt_share = prompt_share
         self._stats = stats
         self._step_completed = step_completed
 
@@ -59,6 +68,10 @@ class StepAccounts:
             self._multi_step.completed(round_s)
             if in_flight.num_tokens == len(in_flight.scheduled.sampling):
                 self._batch_window.decoded(round_s)
+                self._prompt_share.decoded(round_s)
+        if num_prefill_tokens := in_flight.num_prefill_tokens:
+            decodes = num_prefill_tokens < in_flight.num_tokens
+            self._prompt_share.prefilled(num_prefill_tokens, decodes, busy_ns / 1e9)
         stats.num_sampled_tokens += len(sampled)
         stats.num_forced_tokens += len(result.forced_indices)
         if result.num_draft_tokens:
@@ -69,6 +82,14 @@ class StepAccounts:
         stats.worker_starting_ns += times.starting_ns
         stats.scheduling_s += time.perf_counter() - started
         self._step_completed(in_flight.timing(self._incarnation, started))
+
+
+def fail(sequence: Sequence, error: RequestError) -> None:
+    """End the request of a failed row with its error."""
+    if sequence.group.error is None:
+        report = log.error if error.code is StatusCode.INTERNAL else log.info
+        report("row failed", reason=error.message, **sequence.group.record.log_fields)
+    sequence.group.fail(error)
 
 
 def append_tokens(completed: CompletedStep) -> list[Sequence]:

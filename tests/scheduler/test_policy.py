@@ -122,6 +122,34 @@ def test_prefills_that_finish_in_the_same_step_are_in_order():
     assert list(scheduled(schedule(LIMITS, lane(running)))) == ["r0.0", "r1.0"]
 
 
+def test_prompts_share_what_may_be_computed_of_them_beside_decodes():
+    running = [decoding(0, 20, [1, 2]), row(1, 100, 64, range(3, 10))]
+    view = lane(running, max_prompt_tokens=40, candidates=[waiting(2, 100), waiting(3, 100)])
+    decision = schedule(LIMITS, view)
+    assert scheduled(decision) == {"r0.0": 1, "r1.0": 36}
+    assert admitted(decision) == [("w2", 0, 4, 7)]
+
+
+def test_without_decodes_prompts_have_the_whole_budget():
+    running = [row(1, 100, 64, range(3, 10))]
+    view = lane(running, max_prompt_tokens=8, candidates=[waiting(2, 100)])
+    for limits in (LIMITS, PREFILL_FIRST):
+        decision = schedule(limits, view)
+        assert scheduled(decision) == {"r1.0": 36}
+        assert admitted(decision) == [("w2", 0, 28, 7)]
+
+
+def test_prompts_run_without_decodes_in_the_other_policy_and_have_the_whole_budget():
+    view = lane([decoding(0, 20, [1, 2])], max_prompt_tokens=8, candidates=[waiting(2, 100)])
+    assert admitted(schedule(PREFILL_FIRST, view)) == [("w2", 0, 64, 7)]
+
+
+def test_forks_are_no_prompts():
+    group = Forkable(siblings(0, 17, 2), None, [1, 2])
+    view = lane([decoding(1, 20, [3, 4])], max_prompt_tokens=1, forkable=[group])
+    assert len(schedule(LIMITS, view).forked) == 2
+
+
 def test_a_prompt_is_chunked_to_what_decodes_leave_of_the_budget():
     decision = schedule(LIMITS, lane([decoding(0, 20, [1, 2])], candidates=[waiting(1, 100)]))
     assert admitted(decision) == [("w1", 0, 63, 7)]

@@ -231,6 +231,7 @@ class SteadyDecoding:
             step=step.number,
             scheduled=self._scheduled,
             num_tokens=num_tokens,
+            num_prefill_tokens=0,
             num_rounds=1,
             sent_at=time.perf_counter(),
             scheduling_s=step.scheduling_s,

@@ -15,6 +15,7 @@ from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Candidate, Forkable, LaneView, Limits, StepDecision, Swapped
 from scheduler_svc.lane.in_flight import ScheduledRows
+from scheduler_svc.lane.prompt_share import UNLIMITED
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
 from scheduler_svc.lane.steps.admission import StepAdmission
 from scheduler_svc.lane.steps.beams import StepBeams
@@ -36,6 +37,7 @@ class Step:
         num_usable_blocks: int,
         stats: LaneStats,
         num_micro_batches: int = 1,
+        max_prompt_tokens: int = UNLIMITED,
     ) -> None:
         """With several micro-batches, a row in flight is neither run nor released, so that no plan
         waits for the result of another one."""
@@ -45,6 +47,7 @@ class Step:
         self._num_usable_blocks = num_usable_blocks
         self._stats = stats
         self._num_micro_batches = num_micro_batches
+        self._max_prompt_tokens = max_prompt_tokens
         self._in_flight = table.rows_in_flight() if num_micro_batches > 1 else frozenset()
         self.release = StepRelease(builder, table, stats, self._in_flight)
         self.beams = StepBeams(builder, table)
@@ -178,6 +181,7 @@ class Step:
             num_reserved_rows=sum(
                 len(group.siblings) for group, computed in groups.items() if not computed
             ),
+            max_prompt_tokens=self._max_prompt_tokens,
             num_rounds=num_rounds,
             num_micro_batches=self._num_micro_batches,
             in_flight=self._in_flight,
