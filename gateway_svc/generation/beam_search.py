@@ -31,7 +31,7 @@ _SHARED: Final = {
 _NEUTRAL: Final[Mapping[str, Any]] = {
     "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "presence_penalty": 0,
     "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0,
-    "include_stop_str_in_output": False,
+    "include_stop_str_in_output": False, "logprobs_mode": inference_pb2.LOGPROBS_MODE_RAW,
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def generation_request(request: beam_search_pb2.BeamSearchRequest) -> inference_
 
 
 def check_request(request: GenerationRequest) -> None:
-    """Refuse what a search does not have."""
+    """Refuse what a search does not have. Only requests over HTTP can have its parameters."""
     params = request.sampling_params
     for field, value in params.ListFields():
         name = field.name
@@ -98,8 +98,8 @@ def check_request(request: GenerationRequest) -> None:
             raise invalid(
                 f"sampling_params.{name}",
                 "NOT_IN_BEAM_SEARCH",
-                "is set; a beam search has max_tokens, stop_token_ids, ignore_eos and "
-                "skip_special_tokens only: leave it out, or sample without beams",
+                "is set, which a beam search does not have: leave it out, or sample without "
+                "use_beam_search",
             )
     if chat_messages.offers_tools(request.conversation):
         raise invalid(

@@ -200,6 +200,28 @@ async def test_http_refuses_what_a_search_does_not_have(
 
 
 @pytest.mark.parametrize("http_listen", ["127.0.0.1:0"], indirect=True)
+async def test_http_advises_in_names_of_its_own(http: Http) -> None:
+    body = {"messages": [{"role": "user", "content": "The"}], "use_beam_search": True,
+            "max_completion_tokens": 9, "temperature": 0.5}  # fmt: skip
+    status, error = await http.error("/v1/chat/completions", body)
+    assert (status, error["param"]) == (400, "temperature")
+    assert "use_beam_search" in error["message"]
+    assert "max_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize("http_listen", ["127.0.0.1:0"], indirect=True)
+async def test_http_accepts_neutral_values_of_sampling(stack: Stack, http: Http) -> None:
+    body = {"prompt": "The", "use_beam_search": True, "n": 2, "max_tokens": 9, "temperature": 0,
+            "top_p": 1, "repetition_penalty": 1, "min_tokens": 0, "logprobs_mode": "raw",
+            "logit_bias": {}, "stop": [], "bad_words": []}  # fmt: skip
+    started = http.start("/v1/completions", body)
+    submission = await stack.scheduler.submissions.get()
+    stack.scheduler.accept(submission)
+    serve(stack.scheduler, submission, steps_of(two_texts(stack)))
+    assert (await started).status_code == 200
+
+
+@pytest.mark.parametrize("http_listen", ["127.0.0.1:0"], indirect=True)
 @pytest.mark.parametrize("value", ["sometimes", 1, 0.5])
 async def test_http_names_the_field_early_stopping(http: Http, value: object) -> None:
     body = {"prompt": "The", "use_beam_search": True, "n": 2, "early_stopping": value}
