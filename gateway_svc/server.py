@@ -203,6 +203,7 @@ class Gateway:
             _MAX_CALLS,
             settings.max_connection_age_s,
             max_unread_bytes=settings.max_request_bytes,
+            max_waiting_calls=settings.max_live_calls,
         )
         server = Server(limits, interceptor=self.calls)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(

@@ -147,7 +147,8 @@ class GatewaySettings(TracedServiceSettings):
     max_live_calls: int = Field(
         10_000,
         ge=1,
-        description="Maximum calls served at once; more are refused with a time to retry.",
+        description="Maximum calls served at once; as many more may wait for their request over "
+        "gRPC. Calls beyond either are refused with a time to retry.",
     )
     max_request_bytes: int = Field(
         256 * 2**20,

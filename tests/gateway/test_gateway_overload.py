@@ -174,6 +174,27 @@ def test_a_request_that_is_too_large_is_refused_without_counting_its_entries(
             RequestSize(10**4, 10).check(malformed, pb.GenerateRequest.DESCRIPTOR)
 
 
+async def test_calls_that_send_no_request_are_limited(
+    settings_for: Callable[..., GatewaySettings],
+) -> None:
+    gateway = Gateway(settings_for(max_live_calls=2))
+    address = await gateway.start()
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        method = channel.stream_unary("/quire.v1.ModelService/ListModels")
+        silent = [method() for _ in range(3)]
+        done, _ = await asyncio.wait(
+            [asyncio.create_task(call.code()) for call in silent],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        assert {task.result() for task in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        # Other requests are served.
+        tokenizer = channel.unary_unary("/quire.v1.TokenizerService/Tokenize")
+        await tokenizer(tokenizer_pb2.TokenizeRequest(text="x").SerializeToString())
+        for call in silent:
+            call.cancel()
+    await gateway.stop()
+
+
 async def test_a_stopping_gateway_accepts_calls_and_refuses_them(
     settings_for: Callable[..., GatewaySettings],
 ) -> None:

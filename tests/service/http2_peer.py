@@ -12,7 +12,7 @@ from quire.service.http2.frames import Frame, FrameReader
 from quire.service.http2.limits import Limits
 from quire.service.http2.messages import pack_message
 from quire.service.http2.server_connection import ServerConnection
-from quire.service.http2.unread import UnreadBytes
+from quire.service.http2.unread import UnreadMessages
 
 LIMITS = Limits(max_message_bytes=1000)
 _REQUEST = [
@@ -71,11 +71,15 @@ class Peer:
             async for request in requests:
                 yield request
 
+        async def one(request: bytes, context: Any) -> bytes:
+            return request
+
         async def hold(requests: AsyncIterator[bytes], context: Any) -> None:
             await asyncio.Event().wait()
 
         self.handlers: dict[str, Any] = {
             "/a.B/Echo": grpc.stream_stream_rpc_method_handler(echo, bytes, bytes),
+            "/a.B/One": grpc.unary_unary_rpc_method_handler(one, bytes, bytes),
             "/a.B/Hold": grpc.stream_stream_rpc_method_handler(hold, bytes, bytes),
         }
         self.transport = Transport()
@@ -84,7 +88,7 @@ class Peer:
         async def find(path: str, metadata: object) -> Any:
             return self.handlers.get(path)
 
-        self.unread = UnreadBytes(limits.max_unread_bytes)
+        self.unread = UnreadMessages(limits.max_unread_bytes, limits.max_waiting_calls)
         self.connection = ServerConnection(
             find, limits, self.unread, lambda made: None, lambda lost: self.is_gone.set()
         )

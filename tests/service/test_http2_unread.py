@@ -1,5 +1,6 @@
 """What clients have sent and handlers have not read: all calls together have a limit."""
 
+import asyncio
 import base64
 
 import pytest
@@ -7,15 +8,18 @@ from google.rpc import status_pb2
 from http2_peer import LIMITS, Peer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from quire.service.errors import RequestError
 from quire.service.http2 import frames
 from quire.service.http2.frames import Frame
 from quire.service.http2.limits import Limits
 from quire.service.http2.messages import pack_message
-from quire.service.http2.unread import UnreadBytes
+from quire.service.http2.unread import UnreadMessages
 
 _MOST = 100
+# Takes one request.
+_ONE = "/a.B/One"
 limited = pytest.mark.parametrize(
     "peer", [Limits(LIMITS.max_message_bytes, max_unread_bytes=_MOST)], indirect=True
 )
@@ -33,6 +37,14 @@ def check_refusal(peer: Peer, frame: Frame, stream: int) -> None:
     details = base64.b64decode(packed + "=" * (-len(packed) % 4))
     assert b"TOO_MANY_REQUEST_BYTES" in details
     assert len(status_pb2.Status.FromString(details).details) == 2
+
+
+async def statuses(peer: Peer) -> dict[int, str]:
+    """The calls that have ended since the last call, by their streams."""
+    headers = [frame for frame in await peer.received() if frame.kind == frames.HEADERS]
+    # All are decoded, as the table of names is that of the connection.
+    fields = {frame.stream: peer.fields(frame) for frame in headers}
+    return {stream: one["grpc-status"] for stream, one in fields.items() if "grpc-status" in one}
 
 
 @limited
@@ -87,10 +99,48 @@ async def test_a_lost_connection_holds_nothing(peer: Peer) -> None:
     assert peer.unread.num_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "peer", [Limits(LIMITS.max_message_bytes, max_waiting_calls=2)], indirect=True
+)
+async def test_of_too_many_calls_that_wait_the_oldest_is_refused(peer: Peer) -> None:
+    message = pack_message(b"now")
+    # Two that wait for a request, of which one has begun, and one that has its request at once.
+    peer.send(peer.headers(1, _ONE), peer.headers(3, _ONE), data(message[:6], 3))
+    peer.send(peer.headers(5, _ONE), data(message, 5, frames.END_STREAM))
+    assert await statuses(peer) == {5: "0"}
+    # Reflection waits for its client, too.
+    peer.send(peer.headers(7))
+    assert await statuses(peer) == {1: "8"}
+    peer.send(data(message[6:], 3, frames.END_STREAM))
+    assert await statuses(peer) == {3: "0"}
+    peer.send(peer.headers(9, _ONE))
+    assert await statuses(peer) == {}
+
+
+async def test_a_call_that_sends_no_request_ends(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.service.http2.server_call.SILENCE_S", 0.05)
+    peer.send(peer.headers(1, _ONE), peer.headers(3))
+    await until(lambda: bool(peer.transport.written), "the end of a call")
+    # Streams of requests may be silent.
+    assert await statuses(peer) == {1: "4"}
+
+
+async def test_a_request_may_arrive_slowly(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.service.http2.server_call.SILENCE_S", 0.05)
+    peer.send(peer.headers(1, _ONE))
+    for byte in pack_message(bytes(10)):
+        await asyncio.sleep(0.01)
+        peer.send(data(bytes([byte]), 1))
+    peer.send(data(b"", 1, frames.END_STREAM))
+    assert await statuses(peer) == {1: "0"}
+
+
 class Call:
     """Holds bytes until it is refused."""
 
-    def __init__(self, unread: UnreadBytes) -> None:
+    def __init__(self, unread: UnreadMessages) -> None:
         self.num_bytes = 0
         self._unread = unread
 
@@ -105,7 +155,7 @@ class Call:
 @given(acts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 150))))
 @settings(deadline=None)
 def test_more_than_the_limit_is_held_by_a_call_alone_at_most(acts: list[tuple[int, int]]) -> None:
-    unread = UnreadBytes(_MOST)
+    unread = UnreadMessages(_MOST)
     calls = [Call(unread) for _ in range(4)]
     for number, num_bytes in acts:
         before = [call.num_bytes for call in calls]
@@ -120,6 +170,6 @@ def test_more_than_the_limit_is_held_by_a_call_alone_at_most(acts: list[tuple[in
 
 
 def test_without_a_limit_nothing_is_counted() -> None:
-    unread = UnreadBytes(None)
+    unread = UnreadMessages(None)
     Call(unread).hold(10**9)
     assert unread.num_bytes == 0

@@ -33,6 +33,8 @@ _OF_THE_CALL: Final = frozenset(
         b"grpc-message-type",
     }
 )
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 # Characters of a status message that are not percent-encoded: printable ones without %.
 _PLAIN: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -147,3 +149,9 @@ def _quoted(message: str) -> str:
     # Neither within an escape nor within a character of several.
     cut = re.sub("%.?$", "", quoted[:_MAX_MESSAGE_BYTES])
     return quote(unquote_to_bytes(cut).decode(errors="ignore"), safe=_PLAIN)
+
+
+def timeout_s_of(fields: Mapping[bytes, bytes]) -> float | None:
+    """The time until a call's deadline; None without one, or if it cannot be read."""
+    match = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
+    return None if match is None else int(match[1]) * _UNITS_S[match[2]]

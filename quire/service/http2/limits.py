@@ -14,3 +14,5 @@ class Limits:
     max_age_s: float | None = None
     # Of all calls of the server, received and not read by their handlers; None: no limit.
     max_unread_bytes: int | None = None
+    # Calls of the server that wait for a message of their client; None: no limit.
+    max_waiting_calls: int | None = None

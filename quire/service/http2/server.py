@@ -18,7 +18,7 @@ from quire.service.http2.limits import Limits
 from quire.service.http2.listening import bind
 from quire.service.http2.server_call import Handler, Metadata
 from quire.service.http2.server_connection import LINGER_S, ServerConnection
-from quire.service.http2.unread import UnreadBytes
+from quire.service.http2.unread import UnreadMessages
 from quire.service.tls import ServerCertificates
 
 # A handler that was cancelled has this long to clean up before the server counts as stopped.
@@ -52,7 +52,7 @@ class Server(grpc.aio.Server):
         """`max_connections`: by default half of the files that the process may open; the others
         are for connections to other services."""
         self._limits = limits
-        self._unread = UnreadBytes(limits.max_unread_bytes)
+        self._unread = UnreadMessages(limits.max_unread_bytes, limits.max_waiting_calls)
         self._interceptor = interceptor
         self._handlers: list[grpc.GenericRpcHandler] = []
         # Not listening yet, and how the handshakes are made.

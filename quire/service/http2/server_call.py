@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -15,10 +14,10 @@ from quire.service.errors import RequestError
 from quire.service.http2 import frames
 from quire.service.http2.compression import ACCEPTED, decompressed, is_known
 from quire.service.http2.frames import ProtocolError
-from quire.service.http2.headers import Headers, metadata_of, status_fields
+from quire.service.http2.headers import Headers, metadata_of, status_fields, timeout_s_of
 from quire.service.http2.messages import MessageReader, MessageRefused
 from quire.service.http2.output import Output
-from quire.service.http2.unread import UnreadBytes
+from quire.service.http2.unread import SILENCE_S, UnreadMessages, request_timeout
 
 log = structlog.get_logger()
 
@@ -30,8 +29,6 @@ _WINDOW_STEP: Final = 2**20
 _MAX_ERROR_CHARS: Final = 1000
 # A handler that never waits for its client lets others run after so many requests or responses.
 _MAX_RUN: Final = 32
-_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
-_UNITS_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _RESPONSE: Final = [
     (":status", "200"),
     ("content-type", "application/grpc"),
@@ -58,7 +55,7 @@ class ServerCall:
         headers: Headers,
         output: Output,
         max_message_bytes: int,
-        unread: UnreadBytes,
+        unread: UnreadMessages,
         on_end: Callable[[int], None],
     ) -> None:
         """`unread`: of the server. `on_end` is called with the number of the stream when the call
@@ -103,7 +100,7 @@ class ServerCall:
         self._encoding = fields.get(b"grpc-encoding", b"identity").decode(errors="replace")
         self._messages.allows_compressed = is_known(self._encoding)
         self._task = asyncio.create_task(self._run(find))
-        if (timeout_s := _timeout_s(fields)) is not None:
+        if (timeout_s := timeout_s_of(fields)) is not None:
             loop = asyncio.get_running_loop()
             self._deadline = loop.time() + timeout_s
             self._timer = loop.call_at(self._deadline, self._expire)
@@ -192,13 +189,28 @@ class ServerCall:
         while (request := await self._next()) is not None:
             yield await self._parsed(request)
 
-    async def _next(self) -> bytes | None:
-        """The next request; None behind the last one."""
-        while not self._messages.has_next():
-            if self._has_all_requests or self._has_ended:
-                return None
+    def _is_next_known(self) -> bool:
+        """Whether the next request is complete, or there is none."""
+        return self._messages.has_next() or self._has_all_requests or self._has_ended
+
+    async def _wait_for_next(self, silence_s: float | None) -> None:
+        while not self._is_next_known():
             self._changed.clear()
-            await self._changed.wait()
+            num_received = self._num_received
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                if self._num_received == num_received:
+                    self.refuse(request_timeout(silence_s))
+
+    async def _next(self, silence_s: float | None = None) -> bytes | None:
+        """The next request; None behind the last one. The call ends after such a silence."""
+        if not self._is_next_known():
+            with self._unread.waiting(self):
+                await self._wait_for_next(silence_s)
+        if not self._messages.has_next():
+            return None
         is_compressed = self._messages.is_next_compressed
         request = self._messages.take()
         assert request is not None
@@ -257,7 +269,7 @@ class ServerCall:
         if handler.request_streaming:
             responses = method(self._read(), self)
         else:
-            request = await self._next()
+            request = await self._next(SILENCE_S)
             if request is None:
                 await self.abort(StatusCode.INTERNAL, "the call has no request")
             responses = method(await self._parsed(request), self)
@@ -336,9 +348,3 @@ class ServerCall:
         if increment >= _WINDOW_STEP and not self._has_ended and not self._has_all_requests:
             self._num_allowed += increment
             self._output.write(frames.pack_window_update(self._number, increment))
-
-
-def _timeout_s(fields: Mapping[bytes, bytes]) -> float | None:
-    """The time until the call's deadline; None without one, or if it cannot be read."""
-    match = _TIMEOUT.fullmatch(fields.get(b"grpc-timeout", b""))
-    return None if match is None else int(match[1]) * _UNITS_S[match[2]]

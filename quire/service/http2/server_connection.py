@@ -19,7 +19,7 @@ from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
 from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
 from quire.service.http2.server_call import FindHandler, ServerCall
-from quire.service.http2.unread import UnreadBytes
+from quire.service.http2.unread import UnreadMessages
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ class ServerConnection(asyncio.Protocol):
         self,
         find_handler: FindHandler,
         limits: Limits,
-        unread: UnreadBytes,
+        unread: UnreadMessages,
         on_opened: Callable[["ServerConnection"], None],
         on_closed: Callable[["ServerConnection"], None],
     ) -> None:

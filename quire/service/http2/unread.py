@@ -1,30 +1,58 @@
-"""What clients have sent and handlers have not read, of all calls of a server together."""
+"""What clients have sent and handlers have not read, or have not sent yet, of all calls of a server
+together."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed
 
+# Longest time between two parts of the request of a call that has only one.
+SILENCE_S: Final = 30.0
 _RETRY_AFTER_S: Final = 1.0
 
 
 class Holder(Protocol):
-    """A call that holds bytes."""
+    """A call that holds bytes, or waits for them."""
 
     def refuse(self, error: RequestError) -> None:
         """End with this error, and hold nothing more."""
 
 
-class UnreadBytes:
-    """Counts them. Beyond the limit the call that holds the most is refused, so that small requests
-    are served beside large ones that a client does not complete."""
+class UnreadMessages:
+    """Counts their bytes, and the calls that wait for one. Beyond a limit the call that holds the
+    most, or has waited longest, is refused: messages that clients send at once are served beside
+    those that they do not complete."""
 
-    def __init__(self, max_bytes: int | None) -> None:
+    def __init__(self, max_bytes: int | None, max_waiting: int | None = None) -> None:
         """None: without a limit."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._held: dict[Holder, int] = {}
+        self._max_waiting = max_waiting
+        # As a dict it is in the order of their arrival.
+        self._waiting: dict[Holder, None] = {}
+
+    @contextmanager
+    def waiting(self, holder: Holder) -> Iterator[None]:
+        """A call waits for a message of its client during the block."""
+        self._waiting[holder] = None
+        if self._max_waiting is not None and len(self._waiting) > self._max_waiting:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.refuse(
+                _exhausted(
+                    "TOO_MANY_CALLS",
+                    f"{self._max_waiting} calls wait for their requests, the maximum; this one has "
+                    "waited longest",
+                )
+            )
+        try:
+            yield
+        finally:
+            self._waiting.pop(holder, None)
 
     def set(self, holder: Holder, num_bytes: int) -> None:
         """A call holds so many bytes now."""
@@ -40,12 +68,25 @@ class UnreadBytes:
         while added > 0 and self.num_bytes > self._max_bytes and len(self._held) > 1:
             largest = max(self._held, key=lambda other: self._held[other])
             largest.refuse(
-                failed(
-                    StatusCode.RESOURCE_EXHAUSTED,
+                _exhausted(
                     "TOO_MANY_REQUEST_BYTES",
                     f"requests that are being received have {self.num_bytes} bytes, this one "
                     f"{self._held[largest]}; all together may have {self._max_bytes}",
-                    _RETRY_AFTER_S,
-                    metadata={"resumable": "true"},
                 )
             )
+
+
+def request_timeout(silence_s: float | None) -> RequestError:
+    """The error of a call whose client has not sent its request."""
+    message = f"no byte of the request has arrived for {silence_s:g} s"
+    return failed(StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT", message)
+
+
+def _exhausted(reason: str, message: str) -> RequestError:
+    return failed(
+        StatusCode.RESOURCE_EXHAUSTED,
+        reason,
+        message,
+        _RETRY_AFTER_S,
+        metadata={"resumable": "true"},
+    )
