@@ -1,7 +1,8 @@
 """The command `quire beam-search`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -12,7 +13,9 @@ from quire.cli.app import (
     Targets,
     Timeout,
     given_tls,
+    integer,
     integer_option,
+    number_option,
     report_errors,
 )
 from quire.cli.connection import connect
@@ -25,12 +28,19 @@ from quire.client.retry_policy import RESUME_TIMEOUT_S
 from quire.client.sampling_params import BeamSearchParams
 from quire.client.targets import DEFAULT_TARGET
 
-_EARLY_STOPPING: dict[str | None, bool | Literal["never"] | None] = {
+_EARLY_STOPPING: Final[Mapping[str | None, bool | Literal["never"] | None]] = {
     None: None,
     "false": False,
     "true": True,
     "never": "never",
 }
+
+
+def _early_stopping(value: str) -> str:
+    """Check a value; the error message of typer's own choices is that of an exception."""
+    if value not in _EARLY_STOPPING:
+        raise typer.BadParameter(f"{value!r} is not false, true or never")
+    return value
 
 
 @report_errors()
@@ -45,14 +55,19 @@ def beam_search(
     beam_width: Annotated[int | None, integer_option("Beams, 1 to 16; 4 by default.")] = None,
     max_tokens: Annotated[int | None, integer_option("Most tokens of a sequence.")] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Above 0 prefers longer sequences; 1 by default.")
+        float | None, number_option("Above 0 prefers longer sequences; 1 by default.")
     ] = None,
     early_stopping: Annotated[
-        Literal["false", "true", "never"] | None,
-        typer.Option(help="When a search with enough ended sequences ends."),
+        str | None,
+        typer.Option(
+            parser=_early_stopping,
+            metavar="<false|true|never>",
+            help="When a search with enough ended sequences ends.",
+        ),
     ] = None,
     stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", help="A token that ends a sequence.")
+        list[int] | None,
+        typer.Option("--stop-token-id", parser=integer, help="A token that ends a sequence."),
     ] = None,
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos", help="Continue past end-of-sequence tokens.")

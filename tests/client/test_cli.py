@@ -114,6 +114,20 @@ def test_two_formats_and_a_wrong_bias_are_refused(quire):
         assert message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--early-stopping", "Invalid value for '--early-stopping': 'x' is not false, true or"),
+        ("--length-penalty", "Invalid value for '--length-penalty': 'x' is not a number"),
+        ("--stop-token-id", "Invalid value for '--stop-token-id': 'x' is not an integer"),
+    ],
+)
+def test_invalid_values_of_a_beam_search_are_refused_with_the_value(quire, option, message):
+    result = quire("beam-search", "a", option, "x")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_two_biases_of_a_token_are_refused(quire):
     result = quire("generate", "a", "--logit-bias", "5=1", "--logit-bias", "05=2")
     assert result.exit_code == 1
