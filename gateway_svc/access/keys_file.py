@@ -214,7 +214,8 @@ def _describe(error: Any) -> str:
         case "extra_forbidden":
             reason = "no such field"
         case "model_type":
-            reason = "must have the fields of a tenant"
+            of = error["loc"][1] if len(error["loc"]) > 1 else "a tenant"
+            reason = f"must have the fields of {of}"
         case "string_pattern_mismatch" if "keys" in error["loc"]:
             reason = "must be a SHA-256 hash in 64 lower-case hexadecimal digits"
         case _:

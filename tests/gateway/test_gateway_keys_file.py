@@ -64,6 +64,8 @@ def test_a_tenant_without_fields_has_no_limits() -> None:
         ("- name: a b", "[0].name: String should match pattern"),
         ("- {name: a, limits: {requests: 3}}", "[0].limits.requests: no such field"),
         ("- {name: a, limits: {live_requests: 0}}", "[0].limits.live_requests: Input should be"),
+        ("- name: a\n  limits:", "[0].limits: must have the fields of limits"),
+        ("- {name: a, priority: 3}", "[0].priority: must have the fields of priority"),
         ("- {name: a, weight: 0}", "[0].weight: Input should be greater than"),
         ("- {name: a, weight: '2'}", "[0].weight: Input should be a valid number"),
         ("- {name: a, admin: 1}", "[0].admin: Input should be a valid boolean"),
