@@ -134,6 +134,48 @@ async def test_an_error_names_what_is_accepted(http: Http) -> None:
         assert error["param"] == message.partition(": ")[0]
 
 
+HUGE = f"1{'0' * 400}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (f'"top_k": {HUGE}', f"top_k: must be at most {LARGEST}"),
+        (f'"seed": -{HUGE}', f"seed: must be at least {-(2**63)}"),
+        (f'"stop_token_ids": [{HUGE}]', f"stop_token_ids[0]: must be at most {LARGEST}"),
+        (f'"unknown": {HUGE}', "unknown: is not a field of this request; remove it"),
+        ('"temperature": -1e999', "temperature: must be finite"),
+        ('"logit_bias": {"5": 1e999}', "logit_bias[5]: must be finite"),
+        ('"\\ud800": 1', "body: has half of a surrogate pair, which is no character"),
+    ],
+)
+async def test_an_error_names_the_field_of_a_value_that_no_double_or_utf8_has(
+    http: Http, fields: str, message: str
+) -> None:
+    response = await http.client.post(COMPLETION, content=f'{{"prompt": "x", {fields}}}')
+    error = response.json()["error"]
+    assert (response.status_code, error["message"]) == (400, message)
+    assert error["param"] == message.partition(": ")[0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        f'"processor_args": {{"a": {HUGE}}}',
+        f'"top_k": 1{HUGE * 11}',
+        '"top_k": NaN, "temperature": "x"',
+        '"stop": ["a", "\\ud800"]',
+        f'"user": {"[" * 9999}{"]" * 9999}',
+    ],
+    ids=["in an object of any values", "5,000 digits", "NaN", "half a pair", "deep"],
+)
+async def test_values_that_cannot_be_read_are_refused(http: Http, value: str) -> None:
+    response = await http.client.post(COMPLETION, content=f'{{"prompt": "x", {value}}}')
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "malformed_json"), error
+    assert error["message"].startswith("the body cannot be read as JSON: ")
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

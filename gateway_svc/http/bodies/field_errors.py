@@ -35,6 +35,8 @@ _DESCRIPTIONS = {
     "less_than": "must be below {lt}",
     "too_short": "has {actual_length} entries; at least {min_length} is needed",
     "too_long": "has {actual_length} entries; at most {max_length} are allowed",
+    "finite_number": "must be finite",
+    "string_unicode": "has half of a surrogate pair, which is no character",
 }
 
 
@@ -87,7 +89,7 @@ class FieldFailure:
             return f"must be {_any_of(self.errors)}"
         error = self.errors[0]
         if self.kind in _DESCRIPTIONS:
-            return _DESCRIPTIONS[self.kind].format(**error["ctx"])
+            return _DESCRIPTIONS[self.kind].format(**error.get("ctx", {}))
         return error["msg"][:1].lower() + error["msg"][1:].removesuffix(".")
 
 

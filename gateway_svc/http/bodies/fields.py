@@ -49,7 +49,9 @@ CacheRetention = Literal["in_memory", "in-memory", "24h"]
 class HttpRequest(BaseModel):
     """A request's body. Unknown fields and values of other types are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 def unsupported(*accepted: object) -> Any:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 import orjson
@@ -81,18 +81,31 @@ def _parse(data: bytes, kind: type[R]) -> R:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        message = _not_utf8(data) or f"the body is not JSON: {error}"
-        raise failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", message) from error
+        message = _not_utf8(data) or f"the body cannot be read as JSON: {error}"
+        malformed = failed(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", message)
+        raise _exact_error(data, kind) or malformed from error
     if not isinstance(value, dict):
         raise invalid("body", "INVALID_FIELD", "must be a JSON object")
-    failure = _validate(value, kind)
-    if isinstance(failure, FieldFailure) and failure.is_large_number:
-        # Python reads integers of more than 64 bits as integers, so that the error has their range.
-        with contextlib.suppress(ValueError, RecursionError):
-            failure = _validate(json.loads(data), kind)
-    if isinstance(failure, FieldFailure):
-        raise failure.request_error()
-    return failure
+    result = _validate(value, kind)
+    if isinstance(result, FieldFailure):
+        exact = _exact_error(data, kind) if result.is_large_number else None
+        raise exact or result.request_error()
+    return result
+
+
+def _exact_error(data: bytes, kind: type[R]) -> RequestError | None:
+    """The error of a field whose value orjson refuses or rounds, and Python's parser reads: a
+    number beyond 64 bits or a double's range, or half of a surrogate pair. None if there is none.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        result = _validate(json.loads(data, parse_constant=_refuse), kind)
+        if isinstance(result, FieldFailure):
+            return result.request_error()
+    return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _validate(value: object, kind: type[R]) -> R | FieldFailure:
