@@ -89,6 +89,7 @@ def choose(
         reasoning_format=reasoning_format or "",
         reasoning_is_open=is_open,
         guided=is_guided(conversation) and (not has_format or is_forced(conversation)),
+        forced=is_forced(conversation),
         single_call=not conversation.parallel_tool_calls
         and conversation.HasField("parallel_tool_calls"),
         calls_or_content=has_format,
@@ -114,10 +115,11 @@ def parser(parsing: gateway_pb2.OutputParsing) -> OutputParser:
             parsing.reasoning_is_open,
             Tools(
                 dict(zip(parsing.tool_names, schemas, strict=True)),
-                parsing.guided,
-                parsing.single_call,
-                parsing.calls_or_content,
-                frozenset(parsing.held_tool_names),
+                are_guided=parsing.guided,
+                are_forced=parsing.forced,
+                is_single=parsing.single_call,
+                begin_output=parsing.calls_or_content,
+                held_names=frozenset(parsing.held_tool_names),
             ),
         )
     )

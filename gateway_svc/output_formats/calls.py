@@ -21,6 +21,8 @@ class Tools:
     schemas: Mapping[str, Any] = field(default_factory=dict)
     # A grammar holds the output to the format: calls are certain from their first token.
     are_guided: bool = False
+    # The output is calls only, which a grammar holds to the format.
+    are_forced: bool = False
     # Calls after the first one are dropped.
     is_single: bool = False
     # Calls begin the output, or there are none: a marker in content, such as one that a string of
@@ -89,9 +91,18 @@ class CallWriter:
         else:
             self._is_at_border = False
             has_more = bool((yield from self._reader.peek()))
-            if has_more or not self.has_calls:
+            if self._reader.has_ended and self._is_marker_begin(starts, dropped):
+                self._reader.take(len(self._reader.text))
+            elif has_more or not self.has_calls:
                 self.content(space)
         return found
+
+    def _is_marker_begin(self, starts: Sequence[str], dropped: Sequence[str]) -> bool:
+        """Whether the rest of a text that has ended can only be a marker that is cut."""
+        markers = [*dropped] if self.has_calls else []
+        if self.tools.are_forced or (self.tools.are_guided and self.has_calls):
+            markers += starts
+        return any(marker.startswith(self._reader.text) for marker in markers)
 
     def start(self, name: str) -> None:
         """Begin a call, whose text begins at the reader's mark."""
@@ -124,9 +135,10 @@ class CallWriter:
 
     def abandon(self) -> bool:
         """What was read since the reader's mark is no call, but content, with the white space in
-        front of it. A guided call that has begun is left as it is: its rest is missing. Returns
-        False."""
-        if not (self._is_certain and self._has_begun):
+        front of it. A guided call that the end of the text cuts is left as it is, or left out if it
+        has no name yet: its rest is missing. Returns False."""
+        is_cut = self.tools.are_guided and self._reader.has_ended and not self._has_begun
+        if not (is_cut or (self._is_certain and self._has_begun)):
             self.content(self._space + self._reader.since_mark)
         elif self._reader.has_ended:
             # Half of an escape or of a marker, which would be content.

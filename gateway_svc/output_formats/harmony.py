@@ -14,6 +14,11 @@ _ENDS = (END, CALL, RETURN, START, CHANNEL)
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _FUNCTIONS = "functions."
+# Of a header, with or without its end.
+_HEADER = re.compile(
+    rf"({re.escape(START)}\s*\w*)?( to=\S*?)?({re.escape(CHANNEL)}\s*\w*)?( to=[^\s<]*)?"
+    rf"(\s*({re.escape(CONSTRAIN)})?\w*)?"
+)
 
 
 def harmony(
@@ -38,7 +43,8 @@ def harmony(
             continue
         header = [begin]
         if not (yield from reader.until((MESSAGE,), header.append)):
-            calls.content(reader.since_mark)
+            if not _HEADER.fullmatch(reader.since_mark):
+                calls.content(reader.since_mark)
             return
         yield from reader.accept(MESSAGE)
         recipient = _RECIPIENT.search("".join(header))

@@ -47,7 +47,7 @@ class Recorded:
             self.tool_format,
             self.reasoning_format,
             self.is_open,
-            Tools(schemas, are_guided, is_single),
+            Tools(schemas, are_guided, is_single=is_single),
         )
 
 

@@ -112,6 +112,18 @@ def test_random_calls_are_read_as_calls(
         for start in starts:
             of_call = [p for p in pieces if isinstance(p, Arguments) and p.index == start.index]
             check(start.name, json.loads("".join(piece.text for piece in of_call)))
+        check_cuts(name, text)
+
+
+def check_cuts(name: str, text: str) -> None:
+    """No part of a forced call is content, wherever the output ends."""
+    for at in range(len(text)):
+        if name == "harmony" and text.rfind("<", 0, at) > text.rfind(">", 0, at):
+            continue  # Its markers are special tokens, of which the text has no part.
+        options = ParserOptions(name, None, False, Tools(SCHEMAS, True, are_forced=True))
+        parser = OutputParser(options)
+        pieces = [*parser.push(text[:at]), *parser.flush()]
+        assert not any(isinstance(piece, Content) for piece in pieces), text[:at]
 
 
 def check(name: str, arguments: dict[str, Any]) -> None:

@@ -291,6 +291,24 @@ async def test_a_guided_call_that_is_cut_has_the_arguments_so_far(tools: Http) -
             assert (item["status"], item["arguments"]) == ("incomplete", '{"city": "B')
 
 
+async def test_a_forced_call_that_is_cut_before_its_name_is_no_content(tools: Http) -> None:
+    chat = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
+    response = {"input": "a", "tools": RESPONSE_TOOLS, "tool_choice": "required"}
+    for cut in ("<tool_", '<tool_call>\n{"name": "wea'):
+        [choice] = (await tools.respond(PATH, chat, cut))["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+        assert "tool_calls" not in choice["message"]
+        async with tools.stream(PATH, {**chat, "stream": True}) as events:
+            await tools.stack.scheduler.serve_one(tools.stack.encode(cut))
+            *received, _ = await events.rest()
+        deltas = [one["delta"] for event in received for one in event.json()["choices"]]
+        assert not any(delta.get("content") for delta in deltas)
+        received = await tools.respond("/v1/responses", response, cut)
+        [item] = received["output"]
+        assert (received["status"], item["status"]) == ("incomplete", "incomplete")
+        assert item["content"][0]["text"] == ""
+
+
 async def test_the_official_client_assembles_a_streamed_response(tools: Http) -> None:
     async with client_of(tools) as client:
 

@@ -6,7 +6,16 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_texts import NOW, RECORDED, SCHEMAS, Recorded
+from output_texts import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_END,
+    NOW,
+    RECORDED,
+    SCHEMAS,
+    SEPARATOR,
+    Recorded,
+)
 
 from gateway_svc.output_formats.calls import Tools
 from gateway_svc.output_formats.formats import REASONING_FORMATS, TOOL_FORMATS
@@ -120,6 +129,37 @@ def test_no_part_of_a_guided_call_that_is_cut_is_content(name: str) -> None:
         before, rest = joined(parser.push(recorded.text[:at])), joined(parser.flush())
         if isinstance(before[-1] if before else None, CallStart | Arguments):
             assert texts(rest, Content) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "markers"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}', "\n</tool_call>"),
+        ("deepseek", f"{CALL_BEGIN}now{SEPARATOR}{{}}", f"{CALL_END}{CALLS_END}"),
+        ("qwen3_coder", "<tool_call><function=now></function>", "\n</tool_call>"),
+    ],
+)
+def test_a_marker_behind_a_call_is_no_content_if_it_is_cut(
+    name: str, call: str, markers: str
+) -> None:
+    for at in range(len(markers)):
+        pieces = parse(ParserOptions(name, None, False, Tools(SCHEMAS)), call + markers[:at])
+        assert pieces == [CallStart(0, "now"), Arguments(0, "{}"), CallEnd(0)]
+
+
+def test_a_header_that_is_cut_is_no_content() -> None:
+    options = ParserOptions("harmony", "harmony")
+    for text in (
+        "<|channel|>",
+        "<|channel|>analysis",
+        "<|channel|>commentary to=functions.now <|constrain|>json",
+        " to=functions.now<|channel|>commentary json",
+    ):
+        assert parse(options, text) == []
+        before = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
+        assert parse(options, before + text) == [Reasoning("Why?")]
+    broken = "<|channel|>final It is warm."
+    assert parse(options, broken) == [Content(broken)]
 
 
 @each_text
