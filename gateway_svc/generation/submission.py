@@ -24,13 +24,18 @@ from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.error_fields import prompt_field
 from gateway_svc.generation.field_checks import check_token_ids
 from gateway_svc.generation.first_token import check_first_token
-from gateway_svc.generation.truncation import num_kept_tokens
+from gateway_svc.generation.truncation import (
+    exchange_starts,
+    from_exchange,
+    num_fitting_tokens,
+    num_kept_tokens,
+)
 from gateway_svc.generation.validation import GenerationRequest
 from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.served_model import Model, ModelLimits
 from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.service.errors import failed
-from quire.v1 import inference_pb2
+from quire.v1 import conversation_pb2, inference_pb2
 
 # Larger requests are checked in a thread.
 _INLINE_BYTES = 2**15
@@ -99,7 +104,8 @@ async def prepare(
     deadline_ms = None if deadline_s is None else round((time.time() + deadline_s) * 1000)
     request_id = request.request_id or secrets.token_hex(16)
     params = request.sampling_params
-    all_token_ids, parsing = await _tokenize(request, model, limits)
+    drops_exchanges = http is not None and http.drop_exchanges
+    all_token_ids, parsing = await _tokenize(request, model, limits, drops_exchanges)
     kept = num_kept_tokens(len(all_token_ids), params, limits.max_model_len)
     prompt_token_ids = all_token_ids[len(all_token_ids) - kept :]
     validation.check_prompt_length(
@@ -183,9 +189,10 @@ async def _add_http(
 
 
 async def _tokenize(
-    request: GenerationRequest, model: Model, limits: ModelLimits
+    request: GenerationRequest, model: Model, limits: ModelLimits, drops_exchanges: bool
 ) -> tuple[list[int], gateway_pb2.OutputParsing | None]:
-    """Tokenize the prompt of a validated request, and choose how its output is split."""
+    """Tokenize the prompt of a validated request, and choose how its output is split. With
+    `drops_exchanges` the first exchanges of a conversation that is too long are left out."""
     parsing = None
     match request.WhichOneof("prompt"):
         case "token_ids":
@@ -194,15 +201,44 @@ async def _tokenize(
             token_ids = await model.encode(request.text, True)
         case _:
             output_parsing.check_formats(request.conversation, model.formats)
-            rendered = await model.render(request.conversation)
-            validation.check_text("conversation", rendered, limits)
+            rendered, token_ids = await _render(request.conversation, model, limits)
+            num_fitting = num_fitting_tokens(request.sampling_params, limits.max_model_len)
+            if drops_exchanges and len(token_ids) > num_fitting:
+                rendered, token_ids = await _last_exchanges(
+                    request.conversation, model, limits, num_fitting
+                )
             has_format = request.sampling_params.HasField("structured_output")
             parsing = output_parsing.choose(
                 request.conversation, model.formats, rendered, has_format
             )
-            token_ids = await model.encode(rendered, False)
     check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing
+
+
+async def _render(
+    conversation: conversation_pb2.Conversation, model: Model, limits: ModelLimits
+) -> tuple[str, list[int]]:
+    """The text of a conversation, and its tokens."""
+    rendered = await model.render(conversation)
+    validation.check_text("conversation", rendered, limits)
+    return rendered, await model.encode(rendered, False)
+
+
+async def _last_exchanges(
+    conversation: conversation_pb2.Conversation, model: Model, limits: ModelLimits, num_tokens: int
+) -> tuple[str, list[int]]:
+    """The text and the tokens of as many of the last exchanges as fit into `num_tokens`, or of the
+    last one."""
+    starts = exchange_starts(conversation)
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        _, token_ids = await _render(from_exchange(conversation, starts[middle]), model, limits)
+        if len(token_ids) > num_tokens:
+            low = middle + 1
+        else:
+            high = middle
+    return await _render(from_exchange(conversation, starts[low]), model, limits)
 
 
 async def _changes_of_logits(

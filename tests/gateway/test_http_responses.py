@@ -7,6 +7,7 @@ import grpc
 import pytest
 from http_client import Event, Http
 
+from gateway_svc.scheduler.shards import Shards
 from quire.internal.v1 import scheduler_pb2
 
 
@@ -49,6 +50,50 @@ async def test_a_response(http: Http) -> None:
     assert item["content"][0]["text"] == "fox"
     assert response["metadata"] == {"a": "b"}
     assert response["usage"]["output_tokens"] == len(ids)
+
+
+async def test_the_first_exchanges_of_too_long_an_input_are_left_out(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = 150
+    monkeypatch.setattr(Shards, "max_model_len", context)
+    exchanges = [
+        [
+            {"role": "user", "content": f"Q{number}"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"role": "assistant", "content": f"A{number}"},
+        ]
+        for number in range(9)
+    ]
+    developer = {"role": "developer", "content": "D"}
+    items = [developer, *(item for exchange in exchanges for item in exchange)]
+    shared = {"instructions": "S", "input": items, "truncation": "auto"}
+
+    async def prompt(**change: object) -> str:
+        sending = http.start("/v1/responses", {**shared, **change})
+        sent = await http.stack.scheduler.serve_one(http.stack.encode("fox"))
+        assert (await sending).json()["truncation"] == "auto"
+        assert len(sent.prompt_token_ids) < context
+        return http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+
+    lengths = []
+    # The room for an output takes half of the context at most.
+    for max_output_tokens in (None, 16, context // 2, 2**20):
+        found = await prompt(max_output_tokens=max_output_tokens)
+        kept = [number for number in range(9) if f"Q{number}" in found]
+        assert kept == list(range(9 - len(kept), 9))
+        assert [number for number in range(9) if f"A{number}" in found] == kept
+        assert "<|system|>S" in found
+        assert "<|system|>D" in found
+        lengths.append(len(kept))
+    assert lengths == sorted(lengths, reverse=True)
+    assert 9 > lengths[0] > lengths[2] == lengths[3] >= 1
+    assert "Q0" in await prompt(input=exchanges[0])
+    # The last exchange is not cut.
+    long = [*exchanges[0], {"role": "user", "content": "x " * context}]
+    for change in ({"truncation": "disabled"}, {"input": long}):
+        status, error = await http.error("/v1/responses", {**shared, **change})
+        assert (status, error["param"], error["code"]) == (400, "input", "context_length_exceeded")
 
 
 async def _finish(http: Http, attachment: scheduler_pb2.Attachment, opaque: bytes) -> None:

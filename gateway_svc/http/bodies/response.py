@@ -72,6 +72,8 @@ class ResponseRequest(LogitsFields):
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: CacheRetention | None = None
     service_tier: ServiceTier | None = None
+    # `auto` leaves out the first exchanges of an input that is too long.
+    truncation: Literal["auto", "disabled"] | None = None
     # Of tools that the server runs, of which there are none.
     max_tool_calls: Count | None = None
 
@@ -92,7 +94,6 @@ class ResponseRequest(LogitsFields):
     previous_response_id: replaced_by("input with the earlier items") = None  # type: ignore[valid-type]
     prompt: unsupported() = None  # type: ignore[valid-type]
     stream_options: unsupported({"include_obfuscation": False}) = None  # type: ignore[valid-type]
-    truncation: unsupported("disabled") = None  # type: ignore[valid-type]
 
     @property
     def text_format(self) -> TextFormat | None:
@@ -181,6 +182,6 @@ class ResponseRequest(LogitsFields):
             "tools": [tool.model_dump() for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "user": self.user,
         }

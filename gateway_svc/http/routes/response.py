@@ -77,6 +77,7 @@ class ResponseRoutes:
             response=response,
             background=bool(body.background),
             format_field="text",
+            drop_exchanges=body.truncation == "auto",
         )
         updates = self._generations.run(
             [message], [state], tenant, self._context.has_request_id(request)
