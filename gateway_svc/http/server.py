@@ -104,6 +104,7 @@ def _with_cors(app: ASGIApp, allowed_origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=allowed_origins,
         allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),
+        allow_private_network=True,
         expose_headers=("X-Request-Id", "Retry-After"),
     )
 
