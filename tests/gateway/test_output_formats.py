@@ -158,8 +158,9 @@ def test_a_header_that_is_cut_is_no_content() -> None:
         assert parse(options, text) == []
         before = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant"
         assert parse(options, before + text) == [Reasoning("Why?")]
-    broken = "<|channel|>final It is warm."
-    assert parse(options, broken) == [Content(broken)]
+    # A long one would take minutes if it were read again from each of its characters.
+    for broken in ("<|channel|>final It is warm.", f" to={'a' * 2**17} is warm."):
+        assert parse(options, broken) == [Content(broken)]
 
 
 @each_text
