@@ -6,6 +6,7 @@ import json
 import grpc
 import pytest
 from http_client import Event, Http
+from openai.types.responses import Response
 
 from gateway_svc.scheduler.shards import Shards
 from quire.internal.v1 import scheduler_pb2
@@ -50,6 +51,8 @@ async def test_a_response(http: Http) -> None:
     assert item["content"][0]["text"] == "fox"
     assert response["metadata"] == {"a": "b"}
     assert response["usage"]["output_tokens"] == len(ids)
+    # The client itself does not check that fields are there.
+    Response.model_validate(response)
 
 
 async def test_the_first_exchanges_of_too_long_an_input_are_left_out(
