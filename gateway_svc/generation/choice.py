@@ -83,10 +83,10 @@ class Choice:
         parser: ChoiceParser | None = None,
     ) -> None:
         """The client has the tokens before `next_index`, with their text. There is no text without
-        a detokenizer. `include_stop` keeps the stop string in the text, and none ends in the text
-        of the first `min_tokens` tokens. With `first_text_offset`, updates with log-probabilities
-        have the text offset of each token, which takes decoding one by one. `parser` splits the
-        text; without one it is all content."""
+        a detokenizer. `include_stop` keeps the stop string or token in the text. No string ends in
+        the text of the first `min_tokens` tokens. With `first_text_offset`, updates with
+        log-probabilities have the text offset of each token, which takes decoding one by one.
+        `parser` splits the text; without one it is all content."""
         self.index = index
         self.num_tokens = 0
         # The stop string that was found; nothing is emitted after it.
@@ -98,7 +98,7 @@ class Choice:
         self._stops = StopChecker(stops)
         self._parser = parser
         self._has_stops = bool(stops)
-        self._stop_token_ids = stop_token_ids
+        self._hidden_ids = frozenset() if include_stop else stop_token_ids
         self._next_index = next_index
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -192,10 +192,11 @@ class Choice:
 
     def _decode(self, segment: Sequence[int], offsets: list[int] | None) -> str:
         """Count tokens, and return the text that may be emitted with the last of them. A stop
-        token ends the choice and is not part of its text. With `offsets` the segment is one token.
+        token ends the choice and is part of its text only on request. With `offsets` the segment
+        is one token.
         """
         self.num_tokens += len(segment)
-        shown = [token_id for token_id in segment if token_id not in self._stop_token_ids]
+        shown = [token_id for token_id in segment if token_id not in self._hidden_ids]
         if offsets is None:
             text = self._offsets.push(shown)
         else:

@@ -51,7 +51,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    # Keeps the stop string that ended the output.
+    # Keeps the stop string or stop token that ended the output.
     include_stop_str_in_output: bool | None = None
     # Completions of the prompt, 1 to 16, each with its own random bits; the default is 1.
     n: int | None = None

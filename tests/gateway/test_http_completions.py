@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import gateway_tokenizers
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
 from http_client import Http
@@ -418,6 +419,42 @@ async def test_an_invalid_field_is_named(http: Http) -> None:
         assert (error["param"], error["code"]) == (param, code)
         assert error["message"].startswith(f"{param}: ")
         assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_stop_token_is_text_if_stops_are_included(http: Http, is_stream: bool) -> None:
+    """As in vLLM; special tokens stay hidden unless `skip_special_tokens` is false."""
+    *before, last = http.stack.encode("The fox")
+    model = http.stack.gateway.served.get(None)
+    [eos], begin = model.files.eos_token_ids, model.vocabulary.decode(before)
+    kept = {"include_stop_str_in_output": True}
+    for stop_id, change, text in (
+        (last, {}, begin),
+        (last, kept, "The fox"),
+        (eos, kept, begin),
+        (eos, {**kept, "skip_special_tokens": False}, begin + gateway_tokenizers.EOS),
+    ):
+        body = {
+            "prompt": "x",
+            "stop_token_ids": [last],
+            "stream": is_stream,
+            "logprobs": 0,
+            **change,
+        }
+        sending = http.start("/v1/completions", body)
+        sent = await http.submission()
+        ids = [*before, stop_id]
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, ids)
+        stop = scheduler_pb2.END_REASON_STOP_TOKEN
+        http.stack.scheduler.end(sent, len(ids), stop, stop_token_id=stop_id)
+        response = await sending
+        if is_stream:
+            lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+            choices = [one for line in lines for one in json.loads(line)["choices"]]
+            assert "".join(choice["text"] for choice in choices) == text
+        else:
+            assert response.json()["choices"][0]["text"] == text
 
 
 async def test_a_body_that_is_no_object_is_refused(http: Http) -> None:
