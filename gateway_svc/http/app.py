@@ -1,6 +1,7 @@
 """The FastAPI application: routes, and errors in OpenAI's JSON."""
 
 import importlib.metadata
+import re
 
 import structlog
 from fastapi import FastAPI, Request
@@ -39,6 +40,7 @@ _NAMES = {
     "/detokenize": {"token_ids": "tokens"},
 }
 _PREFIX = "/v1"
+_SLASHES = re.compile("/+")
 _BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
 
 
@@ -96,11 +98,12 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _meant(request: Request, error: HTTPException) -> str:
     """What is wrong with a client's base URL, if it has a path with `/v1` too often or not at
-    all."""
+    all, or with a slash too many."""
     path = request.url.path
     if error.status_code != 404:
         return ""
-    for meant in (f"{_PREFIX}{path}", path.removeprefix(_PREFIX)):
+    single = _SLASHES.sub("/", path)
+    for meant in (single, f"{_PREFIX}{single}", single.removeprefix(_PREFIX)):
         scope = {**request.scope, "path": meant}
         routes = request.app.routes
         if meant != path and any(one.matches(scope)[0] is not Match.NONE for one in routes):

@@ -237,6 +237,7 @@ async def test_unknown_paths_and_event_ids_are_refused(http: Http) -> None:
         ("GET", "/models", "/v1/models"),
         ("GET", "/models/tiny", "/v1/models/tiny"),
         ("POST", "/v1/tokenize", "/tokenize"),
+        ("POST", "/v1//chat/completions", "/v1/chat/completions"),
     ):
         response = await http.client.request(method, path)
         assert response.status_code == 404
