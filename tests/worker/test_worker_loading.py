@@ -21,6 +21,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2MoeConfig,
     RecurrentGemmaConfig,
+    XmodConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_kernels_available
@@ -107,9 +108,16 @@ def test_refuses_queries_scaled_by_their_place_in_the_batch(tmp_path: Path) -> N
         load(tmp_path)
 
 
-def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
+def test_refuses_masks_that_depend_on_the_values(tmp_path: Path) -> None:
+    """Of a family whose attention functions are in a mapping of its own."""
     save_model(DogeConfig(**SMALL), tmp_path)
-    with pytest.raises(ModelError, match="DogeForCausalLM does not run here: KeyError"):
+    with pytest.raises(ModelError, match="DogeForCausalLM: DogeAttention requires an attention"):
+        load(tmp_path)
+
+
+def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
+    save_model(XmodConfig(**SMALL, is_decoder=True, languages=["de_DE"]), tmp_path)
+    with pytest.raises(ModelError, match="XmodForCausalLM does not run here: ValueError"):
         load(tmp_path)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
 
 from worker_svc.cache.kv_pool import AttentionSpec
 from worker_svc.model.served_model import AttentionFunction
@@ -26,13 +26,14 @@ class UnsupportedModelError(ValueError):
 
 
 def register_attention(function: AttentionFunction) -> str:
-    """Register `function` with transformers under a new name, which is returned.
+    """Register `function` with transformers under a new name, which is returned. It is found by all
+    families, those with a mapping of names of their own included.
 
     No mask is registered for the name, so transformers builds none: the function itself has to
     apply causality and windows.
     """
     name = f"{_NAME_PREFIX}{secrets.token_hex(8)}"
-    ALL_ATTENTION_FUNCTIONS[name] = function
+    AttentionInterface.register(name, function)
     return name
 
 
@@ -67,8 +68,8 @@ def temporary_attention(network: Any, function: AttentionFunction) -> Iterator[N
 
 def _unregister(name: str) -> None:
     if name.startswith(_NAME_PREFIX):
-        ALL_ATTENTION_FUNCTIONS.pop(name, None)
-        # transformers looks names of masks up among those of all interfaces.
+        # transformers has no call for this.
+        AttentionInterface._global_mapping.pop(name, None)
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 
