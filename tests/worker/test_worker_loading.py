@@ -17,6 +17,7 @@ from transformers import (
     DogeConfig,
     FalconMambaConfig,
     Llama4TextConfig,
+    MoshiConfig,
     PhimoeConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -93,6 +94,14 @@ def test_refuses_windows_that_only_masks_have(config: PretrainedConfig, tmp_path
     with pytest.raises(ModelError, match=r"ForCausalLM: \w+Attention .* 6 tokens .*max-model-len"):
         load(tmp_path)
     # No sequence is longer than the window.
+    assert len(load(tmp_path, max_model_len=6).layers) == 2
+
+
+def test_refuses_windows_that_only_the_cache_has(tmp_path: Path) -> None:
+    """`generate` gives other tokens with this cache than without one."""
+    save_model(MoshiConfig(**SMALL, head_dim=8, ffn_dim=48, sliding_window=6), tmp_path)
+    with pytest.raises(ModelError, match=r"MoshiForCausalLM: .* 6 tokens .* cache .*max-model-len"):
+        load(tmp_path)
     assert len(load(tmp_path, max_model_len=6).layers) == 2
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
@@ -77,11 +78,14 @@ class LayerProbe:
     """An attention function that records the shape of every layer and returns zeros.
 
     What a layer's mask hides has to follow from the arguments of the call: when the model is
-    served, there are no masks. Some models have a window in the mask alone.
+    served, there are no masks. Some models have a window in the mask alone, or in transformers'
+    cache alone.
     """
 
     def __init__(self, max_model_len: int) -> None:
         self.layers: list[AttentionSpec] = []
+        self._windows: set[int | None] = set()  # of all layers
+        self._max_model_len = max_model_len
         # Windows and chunks show at the end of the longest sequence; its middle separates the two.
         self._queries = torch.tensor([max_model_len - 1, max_model_len // 2]).unsqueeze(1)
         self._keys = torch.arange(max_model_len)
@@ -118,10 +122,20 @@ class LayerProbe:
             raise UnsupportedModelError(f"{type(module).__name__} attends to later tokens")
         if attention_mask is not None:
             self._check_mask(type(module).__name__, attention_mask, sliding_window)
+        self._windows.add(sliding_window)
         heads, key_dim, value_dim = key.shape[1], key.shape[3], value.shape[3]
         sinks = s_aux is not None
         self.layers.append(AttentionSpec(heads, key_dim, value_dim, key.dtype, softcap, sinks))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def check_cache(self, config: PretrainedConfig) -> None:
+        """UnsupportedModelError if transformers' cache keeps a window that no layer has."""
+        for layer in DynamicCache(config=config).layers:
+            window: int | None = getattr(layer, "sliding_window", None)
+            if window is None or window in self._windows:
+                continue
+            if window < self._max_model_len:
+                raise _window_error("the model", window, "transformers' cache")
 
     def _check_mask(self, layer: str, mask: Tensor, window: int | None) -> None:
         """UnsupportedModelError if the mask hides other keys than causality and the window do."""
@@ -133,14 +147,18 @@ class LayerProbe:
         masked = int(seen[0].sum())
         if not seen.equal(self._seen_through(masked)):
             raise UnsupportedModelError(f"{layer} requires an attention mask")
-        raise UnsupportedModelError(
-            f"{layer} has a sliding window of {masked} tokens in its mask alone, which is not "
-            f"served; a --max-model-len of at most {masked} needs no window"
-        )
+        raise _window_error(layer, masked, "its mask")
 
     def _seen_through(self, window: int | None) -> Tensor:
         distance = self._queries - self._keys
         return (distance >= 0) & (distance < (len(self._keys) if window is None else window))
+
+
+def _window_error(layer: str, window: int, place: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{layer} has a sliding window of {window} tokens in {place} alone, which is not "
+        f"served; a --max-model-len of at most {window} needs no window"
+    )
 
 
 def _share_memory(mask: Tensor, other: Tensor) -> bool:

@@ -266,6 +266,7 @@ def _probe_layers(network: Any, probe: LayerProbe, device: torch.device) -> Atte
     positions = torch.arange(2, device=device).unsqueeze(0)
     try:
         network(input_ids=tokens, position_ids=positions, use_cache=False)
+        probe.check_cache(network.config)
     except UnsupportedModelError as error:
         raise ModelError(f"{type(network).__name__}: {error}") from error
     except Exception as error:  # Of any kind: the code is the model's own.
