@@ -26,6 +26,13 @@ _OTHERS: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 6},
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
+    "gemma4_unified": {  # Tokens of images, which are not served, attend to later ones.
+        "text_config": {
+            **{**SMALL, "head_dim": 8, "global_head_dim": 8, "sliding_window": 6},
+            **{"layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0},
+            "eos_token_id": None,
+        },
+    },
     "glm4": {"head_dim": 8},
     "gpt_neox": {},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},

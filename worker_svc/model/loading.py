@@ -222,9 +222,14 @@ def _load(
 
 def _read_config(folder: Path) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}: unreadable config.json: {error}") from error
+    text = config.get_text_config()
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        # Of Gemma 4. Only tokens of images attend to later ones, and there are none.
+        text.use_bidirectional_attention = None
+    return config
 
 
 def _network_class(config: Any) -> Any:
