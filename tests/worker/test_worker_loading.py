@@ -15,6 +15,7 @@ from tiny_models import MAX_MODEL_LEN, SMALL, gemma2, gpt2, llama, save_model
 from transformers import (
     BloomConfig,
     DogeConfig,
+    DoryConfig,
     FalconMambaConfig,
     Llama4TextConfig,
     MoshiConfig,
@@ -121,6 +122,14 @@ def test_refuses_masks_that_depend_on_the_values(tmp_path: Path) -> None:
     """Of a family whose attention functions are in a mapping of its own."""
     save_model(DogeConfig(**SMALL), tmp_path)
     with pytest.raises(ModelError, match="DogeForCausalLM: DogeAttention requires an attention"):
+        load(tmp_path)
+
+
+def test_refuses_loops_that_share_one_cache(tmp_path: Path) -> None:
+    layers = {"n_input_layers": 0, "n_output_layers": 0, "layer_types": ["full_attention"] * 2}
+    config = DoryConfig(**SMALL, **layers, head_dim=8, recurrent_kv_cache_mode="last_loop")
+    save_model(config, tmp_path)
+    with pytest.raises(ModelError, match=r"DoryForCausalLM .*recurrent_kv_cache_mode"):
         load(tmp_path)
 
 

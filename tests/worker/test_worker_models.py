@@ -24,6 +24,11 @@ _OTHERS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     },
+    # Each loop over the second and third layer has keys of its own.
+    "dory": {
+        **{"head_dim": 8, "num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
+    },
     "exaone4": {"sliding_window": 6},
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
     "gemma4_unified": {  # Tokens of images, which are not served, attend to later ones.

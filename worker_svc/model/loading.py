@@ -251,6 +251,11 @@ def _network_class(config: Any) -> Any:
         raise ModelError(
             f"{name} scales queries by their places in a batch (attn_temperature_tuning)"
         )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        # Of Dory. A pass without transformers' cache has keys of every loop.
+        raise ModelError(
+            f"{name} reads in each loop what its last loop cached (recurrent_kv_cache_mode)"
+        )
     return network_class
 
 
