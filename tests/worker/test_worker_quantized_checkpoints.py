@@ -1,6 +1,7 @@
 """Checkpoints that are quantised already: what their weights stand for, what they write, and which
 are refused."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copyfile, copytree
@@ -264,6 +265,48 @@ def test_unknown_formats(name: str, changes: Mapping[str, Any], message: str, wr
     folder = write(name)
     rewrite_config(folder, **changes)
     with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gptq-4", {"group_size": "32"}, "group_size is '32', not an integer"),
+        ("gptq-4", {"dynamic": ["x"]}, r"dynamic is \['x'\], not an object"),
+        ("gptq-4", {"dynamic": {".*": 5}}, r"\.\* is 5, not an object"),
+        ("awq", {"group_size": []}, r"group_size is \[\], not an integer"),
+        ("w8a16", {"sparsity_config": "dense"}, "sparsity_config is 'dense', not an object"),
+        ("w8a16", {"transform_config": 1}, "transform_config is 1, not an object"),
+        ("w8a16", {"ignore": "lm_head"}, "ignore is 'lm_head', not a list of strings"),
+        ("w8a16", {"ignore": [None]}, r"ignore is \[None\], not a list of strings"),
+        ("w8a16", {"config_groups": "W8A16"}, "config_groups is 'W8A16', not an object"),
+        ("w8a16", _groups(targets=True), "targets is True, not a list of strings"),
+        ("w8a16", _groups(weights=8), "weights is 8, not an object"),
+        ("w8a16", _groups(weights={"num_bits": 8, "strategy": 1}), "strategy is 1, not a string"),
+        ("w8a16", _groups(weights={"num_bits": 8, "group_size": "x"}), "'x', not an integer"),
+        ("w8a16", _groups(input_activations="int8"), "input_activations is 'int8', not an obj"),
+    ],
+)
+def test_fields_of_other_kinds(
+    name: str, changes: Mapping[str, Any], message: str, write: Write
+) -> None:
+    folder = write(name)
+    rewrite_config(folder, **changes)
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", ["gptq", 4, [4]])
+def test_a_quantisation_that_is_no_object(value: object, write: Write) -> None:
+    folder = write("gptq-4")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": value}))
+    with pytest.raises(ModelError, match=r"unreadable config\.json"):
+        load(folder)
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "quantize_config.json").write_text(json.dumps(value))
+    with pytest.raises(ModelError, match=r"quantize_config\.json is .*, not an object"):
         load(folder)
 
 

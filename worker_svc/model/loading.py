@@ -223,7 +223,7 @@ def _load(
 def _read_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # Of any kind: each family's config has code of its own.
         raise ModelError(f"{folder}: unreadable config.json: {error}") from error
     text = config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) == "vision":

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+from worker_svc.model.quantized.config_fields import integer_of
 from worker_svc.model.quantized.integers import FLOATS, group_size_of, unpack
 
 # Of the outputs of an integer, from its lowest bits to its highest.
@@ -31,9 +32,9 @@ def find_weights(
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4:
         raise ModelError(f"AWQ of {bits} bits; served are 4")
-    group_size = config.get("group_size")
+    group_size = integer_of(config, "group_size")
     if group_size is None:
-        group_size = config.get("q_group_size")
+        group_size = integer_of(config, "q_group_size")
     return {layer: _find(tensors, layer, group_size) for layer in tensors.layers("qweight")}
 
 

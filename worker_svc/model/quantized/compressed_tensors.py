@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.quantized import QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+from worker_svc.model.quantized.config_fields import object_of
 from worker_svc.model.quantized.config_groups import ConfigGroup, read_config_groups
 from worker_svc.model.quantized.integers import FLOATS, group_size_of, permutation_of, unpack
 from worker_svc.model.quantized.layer_classes import LayerClasses
@@ -28,9 +29,9 @@ def find_weights(
     config: Mapping[str, Any], tensors: CheckpointTensors, classes: LayerClasses
 ) -> Mapping[str, StoredWeight]:
     """By layer. ModelError for schemes that are not served, and for tensors of other ones."""
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if object_of(config, "sparsity_config").get("format", "dense") != "dense":
         raise ModelError("compressed-tensors with sparse weights is not served")
-    if (config.get("transform_config") or {}).get("config_groups"):
+    if object_of(config, "transform_config").get("config_groups"):
         raise ModelError("compressed-tensors with transforms is not served")
     groups = read_config_groups(config)
     chosen = {

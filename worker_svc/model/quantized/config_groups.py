@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from kernels.quantized import Bits
 from worker_svc.model.checkpoint import ModelError
+from worker_svc.model.quantized.config_fields import integer_of, object_of, text_of, texts_of
 
 Strategy = Literal["tensor", "channel", "group"]
 
@@ -57,12 +58,12 @@ def read_config_groups(config: Mapping[str, Any]) -> ConfigGroups:
     # As in the library, the last of several groups with the same target has it.
     by_target = {
         str(target): _config_group(group, str(config.get("format", "")))
-        for name, group in (config.get("config_groups") or {}).items()
+        for name, group in object_of(config, "config_groups").items()
         for target in _targets(name, group)
     }
     if not by_target:
         raise ModelError("compressed-tensors without config_groups, or without targets in them")
-    ignore = tuple(config.get("ignore") or ())
+    ignore = texts_of(config, "ignore")
     for target in (*by_target, *ignore):
         _check_pattern(target)
     return ConfigGroups(by_target, ignore)
@@ -74,7 +75,7 @@ def _targets(name: str, group: object) -> Sequence[str]:
             f"compressed-tensors: the group {name} is no object; write the scheme of a preset out, "
             "as in checkpoints that the library saves"
         )
-    return group.get("targets") or ()
+    return texts_of(group, "targets")
 
 
 def _names(target: str, layer: str) -> bool:
@@ -94,7 +95,7 @@ def _check_pattern(target: str) -> None:
 
 
 def _config_group(group: Mapping[str, Any], format_name: str) -> ConfigGroup:
-    weights, activations = group.get("weights") or {}, group.get("input_activations")
+    weights = object_of(group, "weights")
     format_name = group.get("format") or format_name
     if format_name not in _FORMATS:
         raise ModelError(
@@ -103,13 +104,17 @@ def _config_group(group: Mapping[str, Any], format_name: str) -> ConfigGroup:
     kind, bits = weights.get("type", "int"), weights.get("num_bits")
     if kind != "int" or bits not in (4, 8):
         raise ModelError(f"compressed-tensors: {kind} weights of {bits} bits; served are int 4, 8")
-    if activations is not None:
+    has_activations = group.get("input_activations") is not None
+    if has_activations:
+        activations = object_of(group, "input_activations")
         kind, num_bits = activations.get("type", "int"), activations.get("num_bits")
         if (kind, num_bits) != ("int", 8):
             raise ModelError(f"compressed-tensors: {kind} activations of {num_bits} bits")
-    strategy, group_size = _strategy(weights.get("strategy"), weights.get("group_size"))
+    strategy, group_size = _strategy(
+        text_of(weights, "strategy"), integer_of(weights, "group_size")
+    )
     is_symmetric = weights.get("symmetric", True) is not False
-    return ConfigGroup(bits, activations is not None, strategy, group_size, is_symmetric)
+    return ConfigGroup(bits, has_activations, strategy, group_size, is_symmetric)
 
 
 def _strategy(name: str | None, group_size: int | None) -> tuple[Strategy, int]:

@@ -13,6 +13,7 @@ from worker_svc.model.quantized.checkpoint_tensors import (
     StoredModel,
     StoredWeight,
 )
+from worker_svc.model.quantized.config_fields import as_object
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
 from worker_svc.model.quantized.layer_classes import LayerClasses, layer_classes
 
@@ -35,7 +36,8 @@ def quantization_of(config: Any, weights: tuple[Path, ...]) -> Mapping[str, Any]
     for level in (config, config.get_text_config()):
         found = getattr(level, "quantization_config", None)
         if found is not None:
-            return _served(found if isinstance(found, dict) else found.to_dict())
+            to_dict = getattr(found, "to_dict", None)
+            return _served(as_object("quantization_config", to_dict() if to_dict else found))
     for method, name in QUANTIZATION_FILES.items():
         if (path := weights[0].parent / name).is_file():
             return _served({**_read_json(path), "quant_method": method})
@@ -93,9 +95,9 @@ def _served(quantization: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return quantization
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from error
-    return value
+    return as_object(path.name, value)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.quantized import Bits, QuantizedWeight
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors, StoredWeight
+from worker_svc.model.quantized.config_fields import as_object, integer_of, object_of
 from worker_svc.model.quantized.integers import FLOATS, group_size_of, permutation_of, unpack
 
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -41,15 +42,15 @@ def find_weights(
 def _configured_group_size(config: Mapping[str, Any], layer: str) -> int | None:
     """The config's group size; -1 is all inputs. In `dynamic` GPTQModel has other values for layers
     by patterns of their names, of which the first that matches counts."""
-    common: int | None = config.get("group_size")
-    for pattern, changes in (config.get("dynamic") or {}).items():
+    common = integer_of(config, "group_size")
+    for pattern, changes in object_of(config, "dynamic").items():
         try:
             matches = re.match(pattern.removeprefix("+:").removeprefix("-:"), layer)
         except re.error as error:
             raise ModelError(f"GPTQ: the pattern {pattern} in dynamic: {error}") from error
         if matches:
-            found: int | None = (changes or {}).get("group_size", common)
-            return found
+            found = as_object(pattern, changes or {})
+            return integer_of(found, "group_size") if "group_size" in found else common
     return common
 
 
