@@ -139,6 +139,29 @@ def test_a_model_that_cannot_run_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"]}, r"unreadable config\.json: .*layer_type"),
+        ({"vocab_size": None}, r"unreadable config\.json: .*'vocab_size'"),
+        ({"dtype": "x"}, r"unreadable config\.json: .*'x'"),
+        ({"model_type": []}, r"unreadable config\.json"),
+        ({"hidden_act": "swish2"}, "LlamaForCausalLM cannot be loaded: .*swish2"),
+        ({"num_attention_heads": 0}, r"unreadable config\.json"),
+        ({"intermediate_size": -1}, "LlamaForCausalLM cannot be loaded: .*negative dimension"),
+        ({"max_position_embeddings": -1}, "has max_position_embeddings -1"),
+    ],
+)
+def test_a_config_that_makes_no_model(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(llama(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors"):

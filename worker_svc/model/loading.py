@@ -264,6 +264,8 @@ def _max_model_len(config: Any, wanted: int | None) -> int:
     length = longrope_default(config, limit) if wanted is None else wanted
     if length is None:
         raise WrongSettingError("--max-model-len: the model has no limit of its own, so set one")
+    if limit is not None and limit < 1:
+        raise ModelError(f"the model's config has max_position_embeddings {limit}; correct it")
     if limit is not None and length > limit:
         raise WrongSettingError(f"--max-model-len: {length} is more than the model's {limit}")
     return length

@@ -37,8 +37,8 @@ def layer_classes(network_class: Any, config: Any) -> LayerClasses:
         with torch.device("meta"):
             # A network changes its config.
             network = network_class(deepcopy(config))
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{network_class.__name__}: {error}") from error
+    except Exception as error:  # Of any kind: the code is the model's own.
+        raise ModelError(f"{network_class.__name__} cannot be loaded: {error!r}") from error
     return LayerClasses(
         {
             name: tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module))

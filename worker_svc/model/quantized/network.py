@@ -36,27 +36,26 @@ def load_network(
             del level.quantization_config
     stand_ins = {layer: _stand_in(stored.shape, dtype) for layer, stored in quantized.items()}
     state = {**plain, **{f"{layer}.weight": weight for layer, weight in stand_ins.items()}}
-    try:
-        network = load_complete(
-            network_class, None, config=config, state_dict=state, dtype=dtype, **options
-        )
-    except ModelError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise ModelError(f"{network_class.__name__}: {error}") from error
+    network = load_complete(
+        network_class, None, config=config, state_dict=state, dtype=dtype, **options
+    )
     return network, _sources(network, stand_ins, quantized)
 
 
 def load_complete(network_class: Any, folder: Path | None, **options: Any) -> Any:
-    """The network of `from_pretrained`, with its arguments. ModelError if the checkpoint lacks
-    tensors of the model, or has some of other shapes: these would be random."""
-    network, info = network_class.from_pretrained(
-        folder,
-        output_loading_info=True,
-        # They are refused below, by name.
-        ignore_mismatched_sizes=True,
-        **options,
-    )
+    """The network of `from_pretrained`, with its arguments. ModelError if the config makes none, or
+    if the checkpoint lacks tensors of the model, or has some of other shapes: these would be
+    random."""
+    try:
+        network, info = network_class.from_pretrained(
+            folder,
+            output_loading_info=True,
+            # They are refused below, by name.
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except Exception as error:  # Of any kind: the code is the model's own.
+        raise ModelError(f"{network_class.__name__} cannot be loaded: {error!r}") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ModelError(f"{name}: {list(found)} in the checkpoint, not {list(expected)}")
