@@ -173,6 +173,14 @@ def test_truncated_files(kept: int, tmp_path: Path) -> None:
         load(folder)
 
 
+def test_rows_that_do_not_fit_the_heads(tmp_path: Path) -> None:
+    heads = {"llama.attention.head_count_kv": 7}
+    file = models.write_gguf(models.llama(), tmp_path, lambda name: "F32", heads)
+    make_folder(file, tmp_path / "served")
+    with pytest.raises(ModelError, match=r"attn_k\.weight: 128 rows, which do not fit the heads"):
+        load(tmp_path / "served")
+
+
 def test_a_config_of_another_model(tmp_path: Path) -> None:
     folder = served_folder(tmp_path)
     config = json.loads((folder / "config.json").read_text())

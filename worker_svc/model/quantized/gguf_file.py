@@ -1,6 +1,6 @@
 """Reads the tensors of GGUF files under the names that transformers has for them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -130,23 +130,32 @@ def plain_tensor(tensor: GgufTensor, processor: Any) -> Tensor:
     if dtype == torch.bfloat16:
         # numpy has no such type.
         plain = plain.float()
-    processed = processor.process(plain.numpy(), name=tensor.name).weights
-    return torch.from_numpy(processed).to(dtype)
+    return torch.from_numpy(_processed(processor, plain.numpy(), tensor.name)).to(dtype)
 
 
 def _read(tensor: GgufTensor, processor: Any) -> QuantizedWeight:
     rows = torch.from_numpy(tensor.data).view(tensor.shape[0], -1)
     weight = weight_of(rows, tensor.kind)
-    order = _row_order(processor.process, weight.num_outputs, tensor.name)
+    order = _row_order(processor, weight.num_outputs, tensor.name)
     return weight if order is None else weight.selected(order)
 
 
-def _row_order(process: Callable[..., Any], num_rows: int, name: str) -> Tensor | None:
+def _row_order(processor: Any, num_rows: int, name: str) -> Tensor | None:
     """The order into which transformers brings the rows of a tensor; None if it keeps them."""
     before = np.arange(num_rows)
-    after = process(before, name=name).weights
+    after = _processed(processor, before, name)
     if np.array_equal(before, after):
         return None
     if not np.array_equal(before, np.sort(after)):
         raise ModelError(f"{name}: transformers does not only reorder rows")
     return torch.from_numpy(after.copy())
+
+
+def _processed(processor: Any, rows: Any, name: str) -> Any:
+    """The rows of a tensor in transformers' order. ModelError if they do not fit the heads."""
+    try:
+        return processor.process(rows, name=name).weights
+    except ValueError as error:
+        raise ModelError(
+            f"{name}: {len(rows)} rows, which do not fit the heads of the metadata: {error}"
+        ) from error
