@@ -74,9 +74,10 @@ class DetachedPools:
             await self._record_writer.flush()
             await pool.drop()
             self._faulty.discard(pool.incarnation)
-        known = self._pools.get(pool.incarnation)
-        first_step = await pool.open(last_finished_step, known.last_step if known else 0)
-        self._pools.pop(pool.incarnation, None)
+        # It is dropped, too, if Redis fails in between and the worker never returns.
+        known = self._pools.setdefault(pool.incarnation, DetachedPool(0, address))
+        first_step = await pool.open(last_finished_step, known.last_step)
+        del self._pools[pool.incarnation]
         self._dead |= {
             incarnation for incarnation, other in self._pools.items() if other.address == address
         }

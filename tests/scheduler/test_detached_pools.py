@@ -8,7 +8,7 @@ import redis
 from scheduler_svc.engine import detached_pools
 from scheduler_svc.engine.detached_pools import DetachedPools
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.store.errors import StaleEpoch
+from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 
@@ -94,3 +94,23 @@ async def test_a_former_leader_does_not_detach_a_pool(store, redis_url, redis_cl
     with pytest.raises(StaleEpoch):
         await former.detach()
     assert redis_client.hget(KEYS.pool(INCARNATION).state, "detached_ms") is None
+
+
+async def test_a_pool_of_which_the_opening_failed_is_dropped_with_its_worker(
+    store, redis_url, redis_client
+):
+    """Redis refuses scripts after the pool is listed, and the worker dies before it is back."""
+    pools = DetachedPools(store, RecordWriter(store, 60, 2**20), {})
+    await pools.reopen(store.pool(INCARNATION, num_blocks=11), "a:1", last_finished_step=0)
+    redis_client.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
+    try:
+        with pytest.raises(StoreUnavailable):
+            await pools.reopen(store.pool(0xDEAD, num_blocks=11), "a:2", last_finished_step=0)
+    finally:
+        redis_client.execute_command("ACL", "SETUSER", "default", "+@all")
+    assert set(await store.pools()) == {INCARNATION, 0xDEAD}
+    successor = store.pool(0xBEEF, num_blocks=11)
+    await pools.reopen(successor, "a:2", last_finished_step=0)
+    await pools.drop_expired()
+    assert set(await store.pools()) == {INCARNATION, 0xBEEF}
+    await successor.drop()
