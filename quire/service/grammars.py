@@ -171,12 +171,17 @@ def _no_panics() -> Iterator[None]:
 
 def compiler_threads(num_threads: int, name: str, niceness: int = 0) -> ThreadPoolExecutor:
     """Threads whose stacks are large enough for every format. With a niceness they leave the
-    processor to the other threads, on Linux."""
+    processor to the other threads, on Linux. RuntimeError if the system refuses one of them."""
     threads = ThreadPoolExecutor(num_threads, name, partial(_be_nice, niceness))
     all_started = threading.Barrier(num_threads)
     previous = threading.stack_size(_STACK_BYTES)
     try:
         started = [threads.submit(all_started.wait) for _ in range(num_threads)]
+    except RuntimeError:
+        # The process could not end while the others wait.
+        all_started.abort()
+        threads.shutdown(wait=False)
+        raise
     finally:
         threading.stack_size(previous)
     for one in started:
