@@ -30,7 +30,7 @@ _TORCH_LOCK = "lock"
 
 def build() -> Path:
     """Return the library's file. RuntimeError with the compiler's output if it cannot be
-    compiled."""
+    compiled, OSError if its folder cannot be written."""
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
     # The kernel releases a file lock when its process ends.
@@ -66,6 +66,6 @@ def _compile(folder: Path) -> None:
 if __name__ == "__main__":
     try:
         print(build())
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(error)
         sys.exit(1)

@@ -86,3 +86,18 @@ def test_two_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert {output.split()[-1] for output in outputs} == {str(library_file(folder))}
     assert complete_mark(folder).exists()
     assert library_file(folder).stat().st_size > 0
+
+
+def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path) -> None:
+    taken = tmp_path / "cache"
+    taken.write_text("a file, as on a disk that is full or read-only")
+    built = subprocess.run(
+        [sys.executable, "-m", "kernels.cpu.build"],
+        env={**os.environ, "QUIRE_KERNEL_CACHE": str(taken)},
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 1
+    assert built.stdout.startswith("[Errno ")
+    assert "Traceback" not in built.stderr
