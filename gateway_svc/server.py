@@ -23,7 +23,6 @@ from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
 from gateway_svc.scheduler.shards import Shards
 from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
-from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
@@ -242,9 +241,11 @@ class Gateway:
     async def _set_model(self, reading: "asyncio.Future[Model]") -> None:
         try:
             model = await reading
-        except ModelFilesError as error:
-            log.error("the model cannot be served", reason=str(error))
-            await self.health.failed(_TOKENIZER, str(error))
+        except Exception as error:
+            # Besides ModelFilesError, memory or a thread that the system refuses.
+            reason = str(error) or type(error).__name__
+            log.error("the model cannot be served", reason=reason)
+            await self.health.failed(_TOKENIZER, reason)
             return
         self.served.set(model)
         log.info(
