@@ -165,7 +165,7 @@ bench-gpu: $(GPU_READY) ## Measure kernels, runner and stack on a GPU (minutes).
 bench-kernels: kernels ## Measure the kernels, torch's operations and the machine's limits (minutes).
 	$(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
 
-bench-gateway: kernels ## Measure gRPC, HTTP, TLS, idle streams, fairness, large requests (minutes).
+bench-gateway: kernels ## Measure gRPC, HTTP, TLS, idle streams, fairness, pauses, large requests (minutes).
 	$(BIN)/python -m benchmarks.gateway $(BENCH_ARGS)
 
 bench-scheduler: $(STUBS) ## Measure the scheduler with simulated workers (minutes).

@@ -1,1 +1,2 @@
-"""Benchmarks of the gateway: gRPC, HTTP and TLS, idle streams, and fairness between tenants."""
+"""Benchmarks of the gateway: gRPC, HTTP and TLS, idle streams, fairness between tenants, and pauses
+of streams."""

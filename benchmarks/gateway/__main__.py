@@ -8,6 +8,7 @@ from benchmarks import results
 from benchmarks.gateway.fairness import fairness
 from benchmarks.gateway.idle import idle
 from benchmarks.gateway.oversized import oversized
+from benchmarks.gateway.pauses import pauses
 from benchmarks.gateway.protocols import protocols
 from benchmarks.machine import description
 from benchmarks.report import Part, markdown
@@ -22,6 +23,7 @@ def main() -> int:
         "protocols": lambda: protocols(options.rounds),
         "idle": lambda: idle(options.streams),
         "fairness": lambda: fairness(options.seconds),
+        "pauses": lambda: pauses(options.rounds),
         "oversized": lambda: oversized(options.rounds),
     }
     if unknown := set(options.parts) - set(parts):
@@ -42,9 +44,11 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help="protocols, idle, fairness, oversized; all"
+        "parts", nargs="*", metavar="PART", help="protocols, idle, fairness, pauses, oversized; all"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of protocols and oversized")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds of protocols, pauses and oversized"
+    )
     parser.add_argument("--streams", type=int, default=2_000, help="streams of idle")
     parser.add_argument("--seconds", type=float, default=60.0, help="of two backlogged tenants")
     parser.add_argument("--quick", action="store_true", help="write no results")

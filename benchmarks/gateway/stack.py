@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from benchmarks.engines.models import SMALL
+from benchmarks.engines.models import SMALL, Shape
 from benchmarks.engines.systems import Bench
 from quire.launcher.stack import LocalStack
 
@@ -31,10 +31,15 @@ def make_certificates(folder: Path) -> dict[str, str]:
     }
 
 
+def model_folder(model: Shape) -> Path:
+    """The folder of the model's files, which are made on the first call."""
+    return Bench(_FOLDER, None).model_folder(model)
+
+
 def real_stack(settings: dict[str, str]) -> LocalStack:
     """A stack with the model, gRPC and HTTP; not started."""
     return LocalStack(
-        str(Bench(_FOLDER, None).model_folder(SMALL)),
+        str(model_folder(SMALL)),
         http_listen="127.0.0.1:0",
         settings={**_SETTINGS, **settings},
     )
