@@ -179,6 +179,7 @@ def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
         num_free_host_blocks=draw(st.sampled_from([0, 2, 50])),
         candidates=[draw(candidates(bounds, arrival)) for arrival in arrivals],
         num_reserved_rows=draw(st.sampled_from([0, 0, 2])),
+        max_prompt_tokens=draw(st.sampled_from([2**31, 1, 5])),
         num_rounds=draw(st.sampled_from([1, 2, 5])) if num_micro_batches == 1 else 1,
         num_micro_batches=num_micro_batches,
         in_flight=frozenset(in_flight),
@@ -196,6 +197,15 @@ def the_budget_of_tokens_is_kept(
     num_tokens += sum(sum(back.num_scheduled_tokens) for back in decision.swapped_in)
     num_tokens += sum(entry.num_scheduled_tokens for entry in decision.admitted)
     assert num_tokens <= limits.max_num_batched_tokens
+
+
+def prompts_beside_decodes_keep_their_share(
+    limits: Limits, view: LaneView[Row], decision: StepDecision[Row]
+) -> None:
+    counts = decision.num_scheduled_tokens[decision.num_decodes :]
+    num_tokens = sum(counts) + sum(entry.num_scheduled_tokens for entry in decision.admitted)
+    if decision.num_decodes:
+        assert num_tokens <= view.max_prompt_tokens
 
 
 def every_sequence_has_a_row(
@@ -395,6 +405,7 @@ def a_micro_batch_has_an_equal_part_of_the_decodes(
 
 INVARIANTS = (
     the_budget_of_tokens_is_kept,
+    prompts_beside_decodes_keep_their_share,
     every_sequence_has_a_row,
     no_block_is_given_twice,
     every_sequence_has_the_blocks_that_the_step_writes,
