@@ -23,6 +23,7 @@ from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
 from gateway_svc.scheduler.shards import Shards
 from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
+from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model, ServedModel
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
@@ -242,9 +243,10 @@ class Gateway:
         try:
             model = await reading
         except Exception as error:
-            # Besides ModelFilesError, memory or a thread that the system refuses.
+            # Memory or a thread that the system refuses, or a defect, whose traceback is needed.
             reason = str(error) or type(error).__name__
-            log.error("the model cannot be served", reason=reason)
+            is_known = isinstance(error, ModelFilesError)
+            log.error("the model cannot be served", reason=reason, exc_info=not is_known)
             await self.health.failed(_TOKENIZER, reason)
             return
         self.served.set(model)

@@ -144,7 +144,7 @@ def test_prompts_run_without_decodes_in_the_other_policy_and_have_the_whole_budg
     assert admitted(schedule(PREFILL_FIRST, view)) == [("w2", 0, 64, 7)]
 
 
-def test_forks_are_no_prompts():
+def test_forks_do_not_count_as_prompts():
     group = Forkable(siblings(0, 17, 2), None, [1, 2])
     view = lane([decoding(1, 20, [3, 4])], max_prompt_tokens=1, forkable=[group])
     assert len(schedule(LIMITS, view).forked) == 2

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # The address space has room for the stack of the first thread and not for that of the second one.
 _PROGRAM = """
 import resource
@@ -20,6 +22,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_that_gets_only_some_of_the_threads_can_end() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=20
