@@ -60,7 +60,7 @@ ENV QUIRE_GATEWAY_LISTEN=0.0.0.0:50051 QUIRE_GATEWAY_HTTP_LISTEN=0.0.0.0:8000 \
   QUIRE_GATEWAY_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50051 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
+  CMD ["python", "-m", "quire.probe", "127.0.0.1:50060", ""]
 ENTRYPOINT ["python", "-m", "gateway_svc"]
 
 FROM build AS scheduler-dependencies
@@ -75,7 +75,7 @@ USER quire
 ENV QUIRE_SCHEDULER_LISTEN=0.0.0.0:50052 QUIRE_SCHEDULER_HEALTH_LISTEN=127.0.0.1:50060
 EXPOSE 50052
 HEALTHCHECK --interval=5s --timeout=5s --start-period=60s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
+  CMD ["python", "-m", "quire.probe", "127.0.0.1:50060", ""]
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 
 FROM build AS worker-dependencies
@@ -90,6 +90,7 @@ COPY --from=requirements /requirements/worker-cpu.txt .
 RUN /opt/quire/bin/pip install --quiet --no-compile \
     ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker-cpu.txt \
+  && /opt/quire/bin/python -c 'import grpc_health.v1.health_pb2_grpc' \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
@@ -108,7 +109,7 @@ ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060
   QUIRE_KERNEL_CACHE=/opt/quire-kernels
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
+  CMD ["python", "-m", "quire.probe", "127.0.0.1:50060", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]
 
 # For NVIDIA GPUs. Not built by the tests, which have no GPU. It is last, so that the classic builder
@@ -123,6 +124,7 @@ COPY --from=requirements /requirements/worker.txt .
 RUN /opt/quire/bin/pip install --quiet --no-compile \
     ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${TORCH:-$PINNED_TORCH}" \
   && /opt/quire/bin/pip install --quiet --no-compile -r worker.txt \
+  && /opt/quire/bin/python -c 'import grpc_health.v1.health_pb2_grpc' \
   && /opt/quire/bin/python -c 'from transformers import AutoModelForCausalLM, LlamaForCausalLM' \
   && /opt/quire/bin/pip uninstall --quiet --yes pip
 
@@ -146,5 +148,5 @@ ENV QUIRE_WORKER_LISTEN=0.0.0.0:50053 QUIRE_WORKER_HEALTH_LISTEN=127.0.0.1:50060
   NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 50053
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s \
-  CMD ["quire", "health", "--target", "127.0.0.1:50060", "--service", ""]
+  CMD ["python", "-m", "quire.probe", "127.0.0.1:50060", ""]
 ENTRYPOINT ["python", "-m", "worker_svc"]
