@@ -119,6 +119,9 @@ def _is_without_effect(keyword: str, part: dict[str, Any]) -> bool:
         return "then" not in part and "else" not in part
     if keyword in _DEPENDENT:
         return _DEPENDENT[keyword] not in part
+    if keyword == "additionalItems":
+        # The library would read no `prefixItems` beside it.
+        return not isinstance(part.get("items"), list)
     value = part[keyword]
     if keyword == "format":
         return value in _ANY_TEXT

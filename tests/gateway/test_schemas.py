@@ -233,6 +233,8 @@ def test_what_is_no_schema_is_refused(
             "exclusiveMaximum": True,
         },
         {"$schema": VERSION_7, "type": "array", "items": [NULL], "additionalItems": False},
+        # Without a list of items it has no effect.
+        {"type": "array", "prefixItems": [NULL, NULL], "additionalItems": False, "maxItems": 2},
         {
             "type": "object",
             "patternProperties": {'^[^"]$': NULL},
