@@ -16,6 +16,7 @@ from gateway_svc.structured.errors import FormatError
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
 from gateway_svc.structured.schema_merges import check_merged_patterns
+from gateway_svc.structured.schema_names import check_names
 from gateway_svc.structured.schema_parts import document_parts, is_number, refused
 from gateway_svc.structured.schema_references import check_ids, check_references, check_targets
 from gateway_svc.structured.schema_values import prepare
@@ -71,6 +72,7 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in every)
     _check_property_patterns(every, merges)
     check_merged_patterns(schema, by_path)
+    check_names(every)
     _check_multiples(every, merges)
     _check_ranges(every, merges)
     return schema

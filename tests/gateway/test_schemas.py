@@ -36,6 +36,7 @@ WIDE_MERGES = {
     "prefixItems": [{"$ref": "#/$defs/a", "x": 1}] * 2000,
 }
 OBJECT = {"type": "object"}
+CLOSED = {**OBJECT, "additionalProperties": False}
 CATS = {**OBJECT, "properties": {"is": {"const": "cat"}}, "required": ["is"]}
 DOGS = {**OBJECT, "properties": {"is": {"enum": ["dog"]}, "of": CATS}, "required": ["is"]}
 CAT_OR_DOG = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
@@ -109,6 +110,17 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "propertyNames at # is",
         ),
         ({"propertyNames": {"pattern": "a"}, "type": "object"}, "propertyNames at # is not supp"),
+        *(
+            (
+                {"patternProperties": {pattern: NULL, "^b$": False}, **CLOSED, **names},
+                "patternProperties at # matches no other names than those of properties and requi",
+            )
+            for pattern, names in (
+                ("^a$", {"required": ["a"]}),
+                ("^é?$", {"properties": {"": NULL, "é": NULL}}),
+                (r"[^\s\S]", {"properties": {"a": NULL}}),
+            )
+        ),
         (
             {"propertyNames": {"enum": ["a"]}, "additionalProperties": {"format": "x"}},
             "format at #/additionalProperties is refused: Unknown format: x",
@@ -293,6 +305,8 @@ def test_what_is_no_schema_is_refused(
             "$defs": {"names": {"type": "string", "enum": ["a", "b"]}},
         },
         {**OBJECT, "properties": {"a": NULL}, "unevaluatedProperties": False},
+        {**CLOSED, "patternProperties": {"^[ab]$": NULL}, "required": ["a"]},
+        {**CLOSED, "patternProperties": {"^b$": False}, "properties": {"a": NULL}},
         {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
         {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
         {"enum": ["a"], "format": "password"},
