@@ -72,7 +72,7 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in every)
     _check_property_patterns(every, merges)
     check_merged_patterns(schema, by_path)
-    check_names(every)
+    check_names(every, merges)
     _check_multiples(every, merges)
     _check_ranges(every, merges)
     return schema

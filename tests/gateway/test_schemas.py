@@ -110,6 +110,12 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "propertyNames at # is",
         ),
         ({"propertyNames": {"pattern": "a"}, "type": "object"}, "propertyNames at # is not supp"),
+        (
+            {**OBJECT, "required": ["a"], "minProperties": 3},
+            "minProperties at # is 3, which can be followed up to 2, one more than the names",
+        ),
+        ({"patternProperties": {"^a$": NULL}, **CLOSED, "minProperties": 2}, "minProperties at #"),
+        ({"allOf": [{"required": ["a"]}, {"minProperties": 3}]}, "minProperties at #/allOf/1 is"),
         *(
             (
                 {"patternProperties": {pattern: NULL, "^b$": False}, **CLOSED, **names},
@@ -307,6 +313,9 @@ def test_what_is_no_schema_is_refused(
         {**OBJECT, "properties": {"a": NULL}, "unevaluatedProperties": False},
         {**CLOSED, "patternProperties": {"^[ab]$": NULL}, "required": ["a"]},
         {**CLOSED, "patternProperties": {"^b$": False}, "properties": {"a": NULL}},
+        {**OBJECT, "required": ["a"], "minProperties": 2, "maxProperties": 2},
+        {"allOf": [{"required": ["a"], "maxProperties": 2}, {"minProperties": 2}], **OBJECT},
+        {"type": "boolean", "minProperties": 5},
         {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
         {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
         {"enum": ["a"], "format": "password"},
