@@ -1,6 +1,7 @@
 """Chat templates, rendered as the transformers library does."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -23,6 +24,8 @@ Message = Mapping[str, Any]
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 # A macro may call itself without an end.
 _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# A comparison of a content with none, such as `message['content'] is not none`.
+_NONE_CONTENT = re.compile(r"""\bcontent['")\]]*\s*(==|!=|\bis\b(\s+not)?)\s*[Nn]one\b""")
 # A text that no template contains, and that JSON, HTML and the like leave as it is.
 _PROBE = "quireprobe7f3c2e"
 # Marks the end of a message that is continued. Its space shows whether the template keeps those at
@@ -47,7 +50,7 @@ class ChatTemplate:
         # A template that renders any role does not mean that the model knows this one.
         self._has_developer = "developer" in source
         # Templates that compare a content with none expect it of calls without text.
-        self._compares_none = "is none" in source or "is not none" in source
+        self._compares_none = _NONE_CONTENT.search(source) is not None
 
     def render(
         self,

@@ -224,3 +224,28 @@ def test_a_template_that_renders_parts_gets_texts_as_parts(has_system: bool) -> 
     ]
     expected = "system:Be;user:hi;" if has_system else "user:Be\n\nhi;"
     assert ChatTemplate(source, {}).render(messages, True) == expected + "assistant:;"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% if message.content is not none %}{{ message.content }}{% endif %}call", "call"),
+        ("{{ message['content'] is none }}", "True"),
+        ("{{ message['content'] == None }}", "True"),
+        # As gpt-oss' and Phi 4's, which compare something else with none.
+        (
+            "{% set last = namespace(name=none) %}{{ last.name is none }}"
+            "{{ '<|channel|>' in message.content }}",
+            "TrueFalse",
+        ),
+        ("{{ message.tools is not none }}{{ '<|a|>' + message.content }}", "True<|a|>"),
+        ("{{ message.reasoning_content is none }}{{ '<a>' + message.content }}", "False<a>"),
+    ],
+)
+def test_a_call_without_text_has_the_content_that_the_template_expects(
+    source: str, expected: str
+) -> None:
+    call = {"id": "a", "function": {"name": "f", "arguments": {}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    template = ChatTemplate("{% for message in messages %}" + source + "{% endfor %}", {})
+    assert template.render(messages, True) == expected
