@@ -28,6 +28,14 @@ _FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError
 _NONE_CONTENT = re.compile(r"""\bcontent['")\]]*\s*(==|!=|\bis\b(\s+not)?)\s*[Nn]one\b""")
 # A text that no template contains, and that JSON, HTML and the like leave as it is.
 _PROBE = "quireprobe7f3c2e"
+_PROBE_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 # Marks the end of a message that is continued. Its space shows whether the template keeps those at
 # the end of a content.
 _CONTINUED = "quirecontinued7f3c2e "
@@ -112,12 +120,15 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def _shows_probe(self, messages: Sequence[Message]) -> bool:
-        """Whether the text of a message with the probe is part of the prompt."""
-        try:
-            # Some templates change the case.
-            return _PROBE in self._render(messages, True, {}).lower()
-        except TemplateError:
-            return False
+        """Whether the text of a message with the probe is part of the prompt: with a tool, if the
+        template fails without any."""
+        for tools in (None, [_PROBE_TOOL]):
+            try:
+                # Some templates change the case.
+                return _PROBE in self._render(messages, True, {}, tools).lower()
+            except TemplateError:
+                continue
+        return False
 
     def _render(
         self,

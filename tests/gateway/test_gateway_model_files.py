@@ -249,3 +249,17 @@ def test_a_call_without_text_has_the_content_that_the_template_expects(
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     template = ChatTemplate("{% for message in messages %}" + source + "{% endfor %}", {})
     assert template.render(messages, True) == expected
+
+
+def test_system_messages_stay_where_a_template_needs_tools() -> None:
+    """As Hermes' template `tool_use`, which is for conversations with tools only."""
+    source = (
+        "{% for tool in tools %}{{ tool.function.name }}{{ tool.function.description }}"
+        "{{ tool.function.parameters.properties | length }};{% endfor %}"
+        "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "hi"}]
+    function = {"name": "f", "description": "", "parameters": {"properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    rendered = ChatTemplate(source, {}).render(messages, True, tools=tools)
+    assert rendered == "f0;system:Be;user:hi;"
