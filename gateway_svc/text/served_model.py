@@ -149,12 +149,13 @@ class Model:
 
 
 def _template_variables(conversation: conversation_pb2.Conversation) -> dict[str, Any]:
-    """The variables for the chat template. Whole numbers are integers, as in JSON."""
+    """The variables for the chat template. Whole numbers are integers, as in JSON. Keys are sorted:
+    protobuf's maps have another order in each process, and the same request has the same prompt."""
 
     def plain(value: Any) -> Any:
         match value:
             case dict():
-                return {key: plain(item) for key, item in value.items()}
+                return {key: plain(value[key]) for key in sorted(value)}
             case list():
                 return [plain(item) for item in value]
             case float() if value.is_integer():

@@ -263,3 +263,14 @@ def test_system_messages_stay_where_a_template_needs_tools() -> None:
     tools = [{"type": "function", "function": function}]
     rendered = ChatTemplate(source, {}).render(messages, True, tools=tools)
     assert rendered == "f0;system:Be;user:hi;"
+
+
+async def test_the_keys_of_a_templates_variables_are_sorted(folder: Path) -> None:
+    """Maps of protobuf have an order of their own in each process."""
+    (folder / "chat_template.jinja").write_text("{{ options | tojson }}")
+    values = {key: at for at, key in enumerate("hbgacfed")}
+    conversation = Conversation(messages=[Message(role="user")])
+    conversation.chat_template_kwargs.update({"options": [values]})
+    with ThreadPoolExecutor(1) as threads:
+        model = Model.from_files("order", model_files.load(str(folder), None), threads)
+        assert await model.render(conversation) == json.dumps([values], sort_keys=True)
