@@ -28,18 +28,23 @@ class Vocabulary:
     whole_texts: "WholeTexts"
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer) -> "Vocabulary":
+    def from_tokenizer(
+        cls, tokenizer: Tokenizer, special_tokens: Collection[str] = ()
+    ) -> "Vocabulary":
+        """`special_tokens` are special even if the tokenizer's file has them as added tokens that
+        are not. Others of its tokens stay text: some models pad with the token of a letter."""
         tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         # Of two tokens with one text, as Unigram may have, `tokens` has the last.
         ids = range(max(tokens.values(), default=-1) + 1)
         known = frozenset(id_ for id_ in ids if tokenizer.id_to_token(id_) is not None)
         added = tokenizer.get_added_tokens_decoder().items()
+        special = {id_ for id_, token in added if token.special or token.content in special_tokens}
         bytes_ = ((tokenizer.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
         byte_ids = {id_: byte for id_, byte in bytes_ if id_ is not None}
         return cls(
             tokenizer,
             known_ids=known,
-            plain_ids=known - {id_ for id_, token in added if token.special},
+            plain_ids=known - special,
             byte_ids=byte_ids,
             longest_token=max(map(len, tokens), default=1),
             whole_texts=WholeTexts(tokenizer, byte_ids),

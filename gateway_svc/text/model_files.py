@@ -30,6 +30,8 @@ class ModelFiles:
     chat_template: ChatTemplate | None
     # Of conversations with tools, if the model has one for them.
     tool_template: ChatTemplate | None = None
+    # That the configs name. Files of tokenizers may have them as tokens that are not special.
+    special_tokens: frozenset[str] = frozenset()
 
     @property
     def template_source(self) -> str:
@@ -93,6 +95,7 @@ def _read(folder: Path) -> ModelFiles:
         eos_token_ids=tuple(id_ for id_ in eos_token_ids if 0 <= id_ < vocab_size),
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
+        special_tokens=_marked_special(tokenizer_config, special_tokens),
     )
 
 
@@ -135,6 +138,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         for key, value in tokens.items()
     }
     return {key: value for key, value in contents.items() if isinstance(value, str)}
+
+
+def _marked_special(
+    tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> frozenset[str]:
+    """The special tokens of the config's list by id, or, without one, those that have names. As in
+    transformers 5."""
+    by_id = tokenizer_config.get("added_tokens_decoder")
+    if by_id is None:
+        return frozenset(special_tokens.values())
+    return frozenset(token["content"] for token in by_id.values() if token.get("special"))
 
 
 def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class Model:
         formats: ModelFormats | None = None,
     ) -> "Model":
         """`formats` are those of the chat template by default."""
-        vocabulary = Vocabulary.from_tokenizer(files.tokenizer)
+        vocabulary = Vocabulary.from_tokenizer(files.tokenizer, files.special_tokens)
         texts = TokenTexts(vocabulary)
         return cls(
             name,
@@ -100,8 +100,10 @@ class Model:
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         def work() -> str:
-            decode = self.files.tokenizer.decode_batch
-            text: str = decode([token_ids], skip_special_tokens=skip_special_tokens)[0]
+            vocabulary = self.vocabulary
+            visible = vocabulary.plain_ids if skip_special_tokens else vocabulary.known_ids
+            shown = [id_ for id_ in token_ids if id_ in visible]
+            text: str = vocabulary.tokenizer.decode_batch([shown], skip_special_tokens=False)[0]
             return text
 
         return await self._in_thread(work)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from gateway_svc.text import model_files
 from gateway_svc.text.chat_template import ChatTemplate, TemplateError
+from gateway_svc.text.detokenizer import Detokenizer
 from gateway_svc.text.model_files import ModelFilesError
 from gateway_svc.text.served_model import Model
 from quire.v1.conversation_pb2 import TOOL_CHOICE_MODE_NONE, Conversation, Message, Tool
@@ -274,3 +276,34 @@ async def test_the_keys_of_a_templates_variables_are_sorted(folder: Path) -> Non
     with ThreadPoolExecutor(1) as threads:
         model = Model.from_files("order", model_files.load(str(folder), None), threads)
         assert await model.render(conversation) == json.dumps([values], sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<a>", "pad_token": {"content": "<b>"}},
+        {
+            "eos_token": "<c>",
+            "added_tokens_decoder": {
+                "400": {"content": "<a>", "special": True},
+                "401": {"content": "<b>", "special": True},
+                "402": {"content": "<c>", "special": False},
+            },
+        },
+    ],
+)
+async def test_special_tokens_are_those_of_the_config_too(
+    folder: Path, config: dict[str, Any]
+) -> None:
+    """As in transformers. Many a tokenizer's file has `<|im_end|>` as a token like others."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in ("<a>", "<b>", "<c>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write(folder / "tokenizer_config.json", {"unk_token": "a", **config})
+    with ThreadPoolExecutor(1) as threads:
+        model = Model.from_files("special", model_files.load(str(folder), None), threads)
+        token_ids = await model.encode("cat<a>s<b><c><s>", False)
+        assert await model.decode(token_ids, skip_special_tokens=True) == "cats<c>"
+        assert await model.decode(token_ids, skip_special_tokens=False) == "cat<a>s<b><c><s>"
+    detokenizer = Detokenizer(model.vocabulary)
+    assert "".join(detokenizer.push([id_]) for id_ in token_ids) == "cats<c>"
