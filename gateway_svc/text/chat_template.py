@@ -22,8 +22,11 @@ Message = Mapping[str, Any]
 
 # Variables of a template that requests cannot set.
 RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
-# A macro may call itself without an end.
-_FAILURES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# A macro may call itself without an end, and a text be repeated too often.
+_FAILURES = (
+    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError),
+)
 # A comparison of a content with none, such as `message['content'] is not none`.
 _NONE_CONTENT = re.compile(r"""\bcontent['")\]]*\s*(==|!=|\bis\b(\s+not)?)\s*[Nn]one\b""")
 # A text that no template contains, and that JSON, HTML and the like leave as it is.
@@ -138,7 +141,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         try:
-            return self._template.render(
+            text = self._template.render(
                 {
                     **self._special_tokens,
                     **variables,
@@ -148,9 +151,12 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
+            # Fails with half of a surrogate pair, which no tokenizer reads.
+            text.encode()
+            return text
         # Expressions in templates can raise any of these.
         except _FAILURES as error:
-            raise TemplateError(str(error)) from error
+            raise TemplateError(str(error) or type(error).__name__) from error
 
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:
