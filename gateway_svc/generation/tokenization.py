@@ -46,6 +46,7 @@ class TokenizationService:
             case "conversation":
                 validation.check_conversation(request.conversation, limits)
                 text = rendered = await model.render(request.conversation)
+                validation.check_text("conversation", text, limits)
                 add_special_tokens = False
             case _:
                 raise invalid("text", "NO_INPUT", "is missing; set text or conversation")

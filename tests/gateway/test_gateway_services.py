@@ -105,6 +105,17 @@ async def test_the_tokenizer_names_the_invalid_field(
     assert str(caught.value.details()).startswith(f"{field}: ")
 
 
+async def test_a_rendered_text_that_is_too_long_is_not_tokenized(stack: Stack) -> None:
+    limits = stack.gateway.served.get(None).limits(MAX_MODEL_LEN)
+    content = "a" * (limits.max_model_len * limits.longest_token)
+    request = tokenizer_pb2.TokenizeRequest(
+        conversation=Conversation(messages=[Message(role="user", content=content)])
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.tokenizer.Tokenize(request)
+    assert info_of(caught.value).reason == "PROMPT_TOO_LONG"
+
+
 async def test_the_maximum_number_of_ids_is_detokenized(stack: Stack) -> None:
     [x] = stack.encode("x")
     request = tokenizer_pb2.DetokenizeRequest(token_ids=[x] * 2**17)
