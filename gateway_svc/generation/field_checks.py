@@ -15,6 +15,17 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     raise outside_vocabulary(f"{field}[{at}]", id_, vocab_size)
 
 
+def check_tokens_of_text(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse a text with a token that the model lacks. Its index is not one of the field."""
+    highest = max(token_ids, default=0)
+    if highest >= vocab_size:
+        raise invalid(
+            field,
+            "TOKEN_ID_OUTSIDE_VOCABULARY",
+            f"has the token {highest}, and the model has only those of 0 to {vocab_size - 1}",
+        )
+
+
 def outside_vocabulary(field: str, token_id: int, vocab_size: int) -> RequestError:
     return invalid(
         field,

@@ -22,7 +22,7 @@ from gateway_svc.generation import (
 from gateway_svc.generation.beam_search import Search
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.error_fields import prompt_field
-from gateway_svc.generation.field_checks import check_token_ids
+from gateway_svc.generation.field_checks import check_tokens_of_text
 from gateway_svc.generation.first_token import check_first_token
 from gateway_svc.generation.truncation import (
     exchange_starts,
@@ -211,7 +211,7 @@ async def _tokenize(
             parsing = output_parsing.choose(
                 request.conversation, model.formats, rendered, has_format
             )
-    check_token_ids(prompt_field(request), token_ids, limits.vocab_size)
+    check_tokens_of_text(prompt_field(request), token_ids, limits.vocab_size)
     return token_ids, parsing
 
 

@@ -1,6 +1,7 @@
 """`/v1/chat/completions` over HTTP."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,25 @@ async def test_prompt_logprobs_are_beside_the_choices(http: Http) -> None:
     assert first is None
     assert [list(one) for one in found] == [[str(id_)] for id_ in rest]
     assert {one["logprob"] for token in found for one in token.values()} == {-1.5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "fox"}]}, "messages"),
+        ("responses", {"input": "fox"}, "input"),
+        ("completions", {"prompt": "fox"}, "prompt"),
+    ],
+)
+async def test_a_text_with_a_token_that_the_model_lacks(
+    http: Http, path: str, body: dict[str, object], field: str
+) -> None:
+    """As where tokens were added to a tokenizer, and not to the model. The client's field has no
+    such index."""
+    served = http.stack.gateway.served
+    model = served.get(None)
+    served.set(replace(model, files=replace(model.files, vocab_size=70)))
+    status, error = await http.error(f"/v1/{path}", body)
+    assert (status, error["code"]) == (400, "token_id_outside_vocabulary")
+    assert error["param"] == field
+    assert error["message"].endswith(", and the model has only those of 0 to 69")
