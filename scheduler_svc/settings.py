@@ -25,6 +25,9 @@ _IPV6 = r"\[[0-9a-fA-F:.]+(?:%[^\s\]]+)?\]"
 _ADDRESS = re.compile(rf"unix:.+|(?:{_IPV6}|{_LABEL}(?:\.{_LABEL})*\.?):(\d{{1,5}})")
 _REDIS_URL = re.compile(r"rediss?(\+sentinel|\+cluster)?://.+|unix://.+")
 
+# The help lists the values of literals, but the names of an enum's members.
+_PreemptionMode = Literal[PreemptionMode.AUTO, PreemptionMode.RECOMPUTE, PreemptionMode.SWAP]
+
 
 def _without_brackets(value: str) -> str:
     """The address without brackets around one of IPv4."""
@@ -87,7 +90,7 @@ class SchedulerSettings(TracedServiceSettings):
         2048, ge=1, description="Maximum tokens per step of a worker; longer prompts are chunked."
     )
     max_num_seqs: int = Field(256, ge=1, description="Maximum sequences per step of a worker.")
-    batch_policy: Policy = Field(
+    batch_policy: Literal[Policy.CHUNKED, Policy.PREFILL_FIRST] = Field(
         Policy.CHUNKED,
         description="Composition of a step; chunked: decodes and chunks of prompts together; "
         "prefill_first: prompts while there are any, else decodes.",
@@ -120,7 +123,7 @@ class SchedulerSettings(TracedServiceSettings):
         "worker computes slowly, prompts get fewer tokens per step, so that streams do not pause. "
         "A step may always take twice as long as one without prompts. 0: no limit.",
     )
-    preemption_mode: PreemptionMode = Field(
+    preemption_mode: _PreemptionMode = Field(
         PreemptionMode.AUTO,
         description="How running sequences are preempted when blocks run out; recompute, swap (to "
         "the worker's swap space), or auto: swap groups of several, recompute single sequences.",
@@ -142,7 +145,7 @@ class SchedulerSettings(TracedServiceSettings):
         "per sequence and plan, and an idle worker starts at once instead of waiting 2 to 20 ms to "
         "batch unary requests.",
     )
-    placement: Placement = Field(
+    placement: Literal[Placement.LEAST_WORK, Placement.ROUND_ROBIN] = Field(
         Placement.LEAST_WORK,
         description="How a worker with room is chosen; least_work: by the fewest tokens to compute "
         "before the request's first token, cached ones excluded; round_robin: the next one.",

@@ -7,7 +7,6 @@ imported by name, as the services are started by name: `quire` works without the
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -83,8 +82,6 @@ class ServiceSetting:
         kind, metadata = self._type
         if get_origin(kind) is Literal:
             return "|".join(map(str, get_args(kind)))
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            return "|".join(str(one.value) for one in kind)
         if kind is int and any(isinstance(one, BeforeValidator) for one in metadata):
             return "SIZE"
         return _TYPE_NAMES.get(kind, "TEXT")

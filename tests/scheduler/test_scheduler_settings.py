@@ -1,5 +1,6 @@
 """Invalid settings stop the process with the value in the message."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,21 @@ def test_a_second_password_in_the_url_is_refused(tmp_path: Path) -> None:
     file.write_text("one\n")
     with pytest.raises(ValidationError, match="remove one of them"):
         with_password(file, "redis://:two@redis:6379/0")
+
+
+def test_flags_and_variables_take_the_choices_that_the_help_lists(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    required = ["--redis-url=redis://redis:6379", "--workers=worker:50053"]
+    with pytest.raises(SystemExit):
+        SchedulerSettings.load(["--help"])
+    listed = dict(re.findall(r"^  --([a-z-]+) \{(.+)\}", capsys.readouterr().out, re.MULTILINE))
+    assert {"batch-policy", "preemption-mode", "placement"} <= listed.keys()
+    for flag, choices in listed.items():
+        field = flag.replace("-", "_")
+        for choice in choices.split(","):
+            by_flag = SchedulerSettings.load([*required, f"--{flag}={choice}"])
+            with monkeypatch.context() as variables:
+                variables.setenv(f"QUIRE_SCHEDULER_{field.upper()}", choice)
+                by_variable = SchedulerSettings.load(required)
+            assert getattr(by_flag, field) == getattr(by_variable, field) == choice
