@@ -12,14 +12,18 @@ def not_in_flight(view: LaneView[SeqT]) -> Iterable[SeqT]:
     return [row for row in view.running if row not in view.in_flight]
 
 
+def num_decodes_in_flight(view: LaneView[SeqT]) -> int:
+    """Rows that decode after their plan in flight. Their next tokens wait for each plan between."""
+    return sum(row.num_tokens - row.num_computed_tokens == 1 for row in view.in_flight)
+
+
 def micro_batch(view: LaneView[SeqT], decodes: list[SeqT]) -> list[SeqT]:
     """Those of the decodes that are not in flight which run now: at most an equal part of all
     decodes, and not so many that a plan that can be sent at once would have none. Rows that have
     waited longest are first. Beams run together."""
-    num_in_flight = sum(row.num_tokens - row.num_computed_tokens == 1 for row in view.in_flight)
     num_plans = view.num_micro_batches - len({row.last_step for row in view.in_flight})
     most = min(
-        _part(len(decodes) + num_in_flight, view.num_micro_batches),
+        _part(len(decodes) + num_decodes_in_flight(view), view.num_micro_batches),
         _part(len(decodes), max(1, num_plans)),
     )
     if len(decodes) <= most:

@@ -16,7 +16,7 @@ does not fit. A prompt gets all its blocks at its admission, so only decodes nee
 from typing import Generic
 
 from scheduler_svc.core.block_fit import blocks_for, fit
-from scheduler_svc.core.micro_batches import micro_batch, not_in_flight
+from scheduler_svc.core.micro_batches import micro_batch, not_in_flight, num_decodes_in_flight
 from scheduler_svc.core.preemption import choose_victims
 from scheduler_svc.core.view import (
     Admitted,
@@ -70,8 +70,7 @@ class _Step(Generic[SeqT]):
         self._num_tokens = self._num_prompt_tokens = limits.max_num_batched_tokens
         self._num_rows = len(view.running)
         # Rows reserved for siblings.
-        num_forks = sum(len(group.siblings) for group in view.forkable)
-        self._num_siblings = view.num_reserved_rows + num_forks
+        self._num_siblings = view.num_reserved_rows + sum(len(g.siblings) for g in view.forkable)
         self._num_lookahead_slots = 0
         self._reserves_jumps = True  # a jump is not worth a preemption
         self._decodes: list[SeqT] = []
@@ -136,6 +135,7 @@ class _Step(Generic[SeqT]):
         """Schedule every decode, preempting rows if blocks run out."""
         if self._decodes:
             self._num_lookahead_slots = self._limits.num_lookahead_slots
+        if self._decodes or num_decodes_in_flight(self._view):
             self._num_prompt_tokens = self._view.max_prompt_tokens
         appends, num_needed = self._appends()
         if num_needed > self._num_free_blocks:

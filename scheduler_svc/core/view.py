@@ -143,7 +143,7 @@ class LaneView(Generic[SeqT]):
     candidates: Sequence[Candidate[SeqT]] = ()
     # Rows for siblings whose prompts are not computed yet.
     num_reserved_rows: int = 0
-    # Tokens of prompts that the step may have beside decodes, at most.
+    # Tokens of prompts that the step may have beside decodes, also those in flight, at most.
     max_prompt_tokens: int = 2**31
     # Rounds of decoding allowed if the step runs nothing else.
     num_rounds: int = 1

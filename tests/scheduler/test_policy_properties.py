@@ -204,7 +204,10 @@ def prompts_beside_decodes_keep_their_share(
 ) -> None:
     counts = decision.num_scheduled_tokens[decision.num_decodes :]
     num_tokens = sum(counts) + sum(entry.num_scheduled_tokens for entry in decision.admitted)
-    if decision.num_decodes:
+    in_stages = limits.policy is Policy.CHUNKED and any(
+        one.remaining == 1 for one in view.in_flight
+    )
+    if decision.num_decodes or in_stages:
         assert num_tokens <= view.max_prompt_tokens
 
 

@@ -72,9 +72,14 @@ def test_zero_seconds_are_no_limit() -> None:
 class SlowWorker(CheckingWorker):
     """Reports 1 ms per token."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int = 1) -> None:
         super().__init__(
-            1, num_blocks=2048, block_size=16, max_model_len=4096, max_num_batched_tokens=1024
+            1,
+            num_blocks=2048,
+            num_stages=num_stages,
+            block_size=16,
+            max_model_len=4096,
+            max_num_batched_tokens=1024,
         )
         self.distort = self._be_slow
 
@@ -111,4 +116,21 @@ async def test_a_long_prompt_is_computed_in_smaller_steps_while_others_decode(
         beside = [num_tokens for num_decodes, num_tokens in worker.chunks if num_decodes]
         assert most - 10 <= max(beside) <= most
         assert len(beside) >= 2000 // most
+        await worker.check()
+
+
+async def test_prompts_are_computed_in_smaller_steps_while_another_stage_decodes(
+    redis_url, sockets
+):
+    worker = SlowWorker(num_stages=2)
+    async with running_stack(
+        redis_url, sockets, {"a": worker}, max_num_batched_tokens=1024
+    ) as stack:
+        gateway = await stack.gateway()
+        first = gateway.received[await gateway.submit(prompt(600), max_tokens=400, seed=1)]
+        await until(lambda: len(first.token_ids) > 20, "decoding")
+        await gateway.submit(prompt(2000, 3), max_tokens=3, seed=2)
+        await check_outputs(gateway)
+        assert worker.chunks[0] == (0, 600)
+        assert max(num_tokens for _, num_tokens in worker.chunks[1:]) <= 250
         await worker.check()
