@@ -12,6 +12,9 @@ UNLIMITED: Final = 2**31
 _LEAST_TOKENS: Final = 32
 # The weight of what was known, against that of the step that has completed.
 _DECAY: Final = 0.5
+# Steps in a row with decodes and prompts, of which the next one has no prompts: what decodes take
+# changes with their number, and is measured without prompts only.
+_MAX_MIXED_STEPS: Final = 16
 
 
 class PromptShare:
@@ -22,6 +25,8 @@ class PromptShare:
         time."""
         self._max_step_s = max_step_s
         self._decode_s = 0.0
+        # Since `_decode_s` was measured; without steps of which no stream can notice the time.
+        self._num_mixed_steps = 0
         # Decayed sums over steps with prompts, without the time of their decodes.
         self._num_tokens = 0.0
         self._seconds = 0.0
@@ -29,9 +34,11 @@ class PromptShare:
     def decoded(self, step_s: float) -> None:
         """Record the duration of a step without prompts, of one round."""
         self._decode_s = step_s
+        self._num_mixed_steps = 0
 
     def prefilled(self, num_tokens: int, decodes: bool, step_s: float) -> None:
         """Record a step that has computed `num_tokens` of prompts, perhaps beside decodes."""
+        self._num_mixed_steps += decodes and step_s > self._max_step_s / 2
         if num_tokens < _LEAST_TOKENS:
             return
         seconds = step_s - self._decode_s if decodes else step_s
@@ -42,6 +49,8 @@ class PromptShare:
     def max_tokens(self) -> int:
         if not (self._max_step_s and self._seconds):
             return UNLIMITED
+        if self._num_mixed_steps >= _MAX_MIXED_STEPS:
+            return 0
         seconds = max(self._max_step_s - self._decode_s, self._decode_s)
         num_tokens = seconds * self._num_tokens / self._seconds
         return int(min(max(num_tokens, _LEAST_TOKENS), UNLIMITED))

@@ -179,7 +179,7 @@ def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
         num_free_host_blocks=draw(st.sampled_from([0, 2, 50])),
         candidates=[draw(candidates(bounds, arrival)) for arrival in arrivals],
         num_reserved_rows=draw(st.sampled_from([0, 0, 2])),
-        max_prompt_tokens=draw(st.sampled_from([2**31, 1, 5])),
+        max_prompt_tokens=draw(st.sampled_from([2**31, 0, 1, 5])),
         num_rounds=draw(st.sampled_from([1, 2, 5])) if num_micro_batches == 1 else 1,
         num_micro_batches=num_micro_batches,
         in_flight=frozenset(in_flight),

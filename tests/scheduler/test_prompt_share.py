@@ -69,8 +69,35 @@ def test_zero_seconds_are_no_limit() -> None:
     assert share.max_tokens == UNLIMITED
 
 
+@pytest.mark.parametrize("known_s", [0.0, 0.05, 3.0, 30.0])
+def test_what_decodes_take_is_measured_anew_while_prompts_go_on(known_s: float) -> None:
+    """More streams decode than before, or the worker was stopped in the last step of decodes."""
+    share = PromptShare(0.25)
+    share.prefilled(600, decodes=False, step_s=0.6)
+    share.decoded(known_s)
+    counts = []
+    for _ in range(40):
+        counts.append(min(share.max_tokens, 2048))
+        if counts[-1]:
+            share.prefilled(counts[-1], decodes=True, step_s=0.4 + counts[-1] / 1000)
+        else:
+            share.decoded(0.4)
+    assert counts.count(0) == 2
+    assert counts[-1] == pytest.approx(400, rel=0.05)
+
+
+def test_decodes_are_not_measured_anew_while_steps_are_short() -> None:
+    share = PromptShare(0.25)
+    share.decoded(0.01)
+    for _ in range(100):
+        share.prefilled(100, decodes=True, step_s=0.1)
+        assert share.max_tokens > 200
+
+
 class SlowWorker(CheckingWorker):
-    """Reports 1 ms per token."""
+    """Reports 1 ms per token, and as much more for a step with decodes as the test has set."""
+
+    decode_ms = 0
 
     def __init__(self, num_stages: int = 1) -> None:
         super().__init__(
@@ -85,7 +112,9 @@ class SlowWorker(CheckingWorker):
 
     def _be_slow(self, result: worker_pb2.StepResult) -> None:
         plan = next(plan for plan in self.plans if plan.step == result.step)
-        result.times.forward_ns = 1_000_000 * sum(plan.schedule.num_scheduled_tokens)
+        counts = plan.schedule.num_scheduled_tokens
+        decode_ms = self.decode_ms if 1 in counts else 0
+        result.times.forward_ns = 1_000_000 * (sum(counts) + decode_ms)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -133,4 +162,22 @@ async def test_prompts_are_computed_in_smaller_steps_while_another_stage_decodes
         await check_outputs(gateway)
         assert worker.chunks[0] == (0, 600)
         assert max(num_tokens for _, num_tokens in worker.chunks[1:]) <= 250
+        await worker.check()
+
+
+async def test_prompts_get_as_much_time_as_decodes_take_if_these_have_become_more(
+    redis_url, sockets
+):
+    """No step has decodes alone but those that measure them."""
+    worker = SlowWorker()
+    worker.decode_ms = 400
+    async with running_stack(
+        redis_url, sockets, {"a": worker}, max_num_batched_tokens=1024
+    ) as stack:
+        gateway = await stack.gateway()
+        for seed in range(5):
+            await gateway.submit(prompt(3000, seed), max_tokens=200, seed=seed)
+        await check_outputs(gateway)
+        beside = [num_tokens for num_decodes, num_tokens in worker.chunks if num_decodes]
+        assert max(beside[-8:-1]) >= 380
         await worker.check()
