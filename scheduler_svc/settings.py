@@ -165,7 +165,10 @@ class SchedulerSettings(TracedServiceSettings):
         description="Check each pool against its lane after every step, not only when idle; slow.",
     )
     finished_ttl_s: int = Field(
-        600, ge=1, description="Seconds for which the record of a finished request stays in Redis."
+        600,
+        ge=1,
+        le=10**9,
+        description="Seconds for which the record of a finished request stays in Redis.",
     )
     finished_max_bytes: int = Field(
         256 * 2**20,
@@ -180,7 +183,8 @@ class SchedulerSettings(TracedServiceSettings):
     )
     lease_s: float = Field(
         2,
-        gt=0,
+        ge=0.1,
+        le=86_400,
         description="Seconds after its last renewal at which the leader of a shard is replaced, "
         "and after its last heartbeat at which a scheduler counts as ended. The same for all "
         "schedulers.",
@@ -192,7 +196,9 @@ class SchedulerSettings(TracedServiceSettings):
         "know only a variable.",
     )
     step_timeout_s: float = Field(
-        60, gt=0, description="Seconds that a worker may take for a step before it counts as lost."
+        60,
+        ge=0.1,
+        description="Seconds that a worker may take for a step before it counts as lost.",
     )
     metrics_listen: MetricsAddress | None = Field(
         None, description="Address of the HTTP metrics endpoint: host:port; off if absent."

@@ -27,6 +27,12 @@ from scheduler_svc.settings import SchedulerSettings
         ("redis_url", "http://redis:6379"),
         ("watermark", "1.0"),
         ("max_num_seqs", "0"),
+        # Redis has no expiry of such a length, or each renewal would be late.
+        ("lease_s", "inf"),
+        ("lease_s", "1e308"),
+        ("lease_s", "1e-9"),
+        ("finished_ttl_s", "99999999999999999999"),
+        ("step_timeout_s", "1e-9"),
     ],
 )
 def test_an_invalid_value_is_refused(field: str, value: str) -> None:
