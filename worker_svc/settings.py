@@ -113,12 +113,14 @@ class WorkerSettings(ServiceSettings):
     tensor_parallel_size: int = Field(
         1,
         ge=1,
+        le=1024,
         description="Ranks, processes that share each layer of the model; the worker starts those "
         "that torchrun has not; on GPUs each has one.",
     )
     pipeline_parallel_size: int = Field(
         1,
         ge=1,
+        le=1024,
         description="Stages of consecutive layers, each on a rank of its own, or on as many as "
         "`--tensor-parallel-size`; on a CPU only.",
     )
@@ -130,10 +132,11 @@ class WorkerSettings(ServiceSettings):
     threads: int = Field(
         0,
         ge=0,
+        le=1024,
         description="CPU threads of the model, which the ranks of a host share; 0: as many as "
         "cores.",
     )
-    block_size: int = Field(16, ge=1, description="Tokens per block of the cache.")
+    block_size: int = Field(16, ge=1, le=2**16, description="Tokens per block of the cache.")
     max_num_seqs: int = Field(64, ge=1, description="Sequences that run at once.")
     max_model_len: int | None = Field(
         None,
@@ -146,6 +149,7 @@ class WorkerSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(
         2048,
         ge=1,
+        le=2**20,
         validate_default=True,
         description="Most tokens in one step; at least --max-num-seqs.",
     )

@@ -81,6 +81,13 @@ class ServiceSettings(BaseSettings):
             raise ValueError("must not be empty; leave it out for the default")
         return value
 
+    @field_validator("address_file", "http_address_file", "record", check_fields=False)
+    @classmethod
+    def _can_be_created(cls, value: Path | None) -> Path | None:
+        if value is not None and not value.parent.is_dir():
+            raise ValueError(f"there is no folder {value.parent}; create it first")
+        return value
+
     @model_validator(mode="after")
     def _has_usable_tls(self) -> Self:
         tls = self.server_tls

@@ -36,6 +36,14 @@ def test_switches_take_no_value_and_variables_take_one(monkeypatch: pytest.Monke
         ("--swap-space", "-1GiB"),
         ("--swap-space", "9" * 400),
         ("--attention", "xformers"),
+        # A thread or a process each.
+        ("--threads", "100000"),
+        ("--tensor-parallel-size", "100000"),
+        ("--pipeline-parallel-size", "100000"),
+        ("--max-num-batched-tokens", "1000000000"),
+        ("--block-size", "99999999999999999999"),
+        ("--address-file", "/absent/address"),
+        ("--record", "/absent/plans"),
     ],
 )
 def test_invalid_values_are_refused(
