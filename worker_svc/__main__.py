@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
+from quire.service.lifecycle import end_at_interrupts
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service import server
 from worker_svc.service.process import (
@@ -18,6 +19,7 @@ from worker_svc.settings import WorkerSettings, WrongSettingError
 
 
 def main() -> None:
+    end_at_interrupts()
     settings = WorkerSettings.load()
     pause_collections()
     if settings.num_ranks > 1 and os.environ.get("RANK", "0") != "0":

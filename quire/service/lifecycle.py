@@ -61,6 +61,13 @@ class Signals:
             await asyncio.gather(work, stop, return_exceptions=True)
 
 
+def end_at_interrupts() -> None:
+    """Let SIGINT end the process as SIGTERM does, without a traceback, until `Signals` are
+    installed."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 async def start_server(
     server: Server,
     listen: str,

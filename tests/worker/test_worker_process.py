@@ -1,6 +1,8 @@
 """The worker as a process: what it says when it can and cannot serve, and how it leaves."""
 
+import asyncio
 import signal
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -90,3 +92,19 @@ def test_refuses_the_distribution_called_kernels(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", lambda name: "0.18.2")
     with pytest.raises(SystemExit, match=r"'kernels' 0\.18\.2"):
         refuse_foreign_kernels()
+
+
+async def test_an_interrupt_ends_it_without_a_traceback_while_it_imports_the_model() -> None:
+    code = (
+        "import sys, time; from worker_svc import __main__ as worker; "
+        "worker._loader = lambda _: (print('importing', flush=True), time.sleep(60)); "
+        "sys.argv = ['quire-worker', '--engine=sim']; worker.main()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = await process.communicate()
+    assert (process.returncode, errors) == (-signal.SIGINT, b"")
