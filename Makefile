@@ -98,7 +98,7 @@ TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
 # Exits with 3 if there is no GPU, and with another status if torch is broken.
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
-CHOOSE_IMAGES := TORCH='$(TORCH)' scripts/choose-images.sh
+CHOOSE_IMAGES := scripts/choose-images.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
@@ -231,7 +231,7 @@ clean: ## Remove everything that was generated: environment, stubs, caches.
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 up: ## Build the images and start the service in containers.
-	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES) --save) && export $$images TORCH='$(TORCH)' \
+	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES) --save) && export $$images \
 	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
 	  && $(COMPOSE) up --build --detach $(UP_ARGS)
 	@echo 'Waiting for the gateways to be ready ...'
@@ -252,7 +252,7 @@ down: ## Stop the containers and remove them with their networks and volumes.
 test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	@docker info >/dev/null 2>&1 \
 	  || { echo 'No Docker engine is running: the tests in containers are skipped.'; exit 0; } \
-	  && images=$$($(CHOOSE_IMAGES)) && export $$images TORCH='$(TORCH)' COMPOSE='$(COMPOSE)' \
+	  && images=$$($(CHOOSE_IMAGES)) && export $$images COMPOSE='$(COMPOSE)' \
 	  && $(BIN)/python -m pytest -m containers $(PYTEST_ARGS)
 
 test-clients: $(STUBS) ## Build and run the clients of all languages whose toolchain is installed.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the base images as BASE_IMAGE=… BUILD_IMAGE=… REDIS_IMAGE=…: those of the environment or
 # .env, or the defaults, if all of them exist locally or can be pulled. Otherwise prints local
-# images, which are built if they are missing or out of date.
+# images, which are built if they are missing or out of date, with TORCH of the same places.
 #
 # With --save, images that Compose would not use by itself are also written to .env, which Compose
 # reads, between two marked lines at the end. Other lines of .env are kept. The next choice ignores
@@ -96,7 +96,7 @@ fi
 [[ $base != "$local_base" ]] || is_current "$base" || scripts/make-base-image.sh "$base" >&2
 if [[ $build == "$local_build" ]]; then
   is_current "$local_compiler" || scripts/make-base-image.sh "$local_compiler" g++ >&2
-  scripts/make-build-image.sh "$local_compiler" "$build" >&2
+  TORCH=$(setting TORCH '') scripts/make-build-image.sh "$local_compiler" "$build" >&2
 fi
 [[ ${1:-} != --save ]] || save
 echo "BASE_IMAGE=$base BUILD_IMAGE=$build REDIS_IMAGE=$redis"

@@ -40,8 +40,8 @@ class Checkout:
         (folder / "scripts").mkdir()
         shutil.copy(ROOT / "scripts" / "choose-images.sh", folder / "scripts")
         for name in ("make-base-image.sh", "make-build-image.sh"):
-            self._add_program(f"scripts/{name}", "#!/bin/sh\n")
-        self._add_program("bin/docker", DOCKER)
+            self.add_program(f"scripts/{name}", "#!/bin/sh\n")
+        self.add_program("bin/docker", DOCKER)
         self.set_registry()
         (folder / "images").touch()
 
@@ -66,7 +66,7 @@ class Checkout:
         lines = self.env.read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
-    def _add_program(self, name: str, text: str) -> None:
+    def add_program(self, name: str, text: str) -> None:
         program = self.folder / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(text)
@@ -147,6 +147,13 @@ def test_the_image_of_the_build_follows_that_of_the_services(checkout: Checkout)
     assert checkout.choose("--save")["BUILD_IMAGE"] == "mine:1"
     # By itself, Compose would build in its own default.
     assert checkout.saved() == {"BASE_IMAGE": "mine:1", "BUILD_IMAGE": "mine:1"}
+
+
+def test_a_local_image_has_the_torch_of_the_file(checkout: Checkout) -> None:
+    checkout.add_program("scripts/make-build-image.sh", '#!/bin/sh\necho "$TORCH" >torch\n')
+    checkout.env.write_text("TORCH=torch==1.2.3\n")
+    assert checkout.choose(TORCH="") == LOCAL
+    assert (checkout.folder / "torch").read_text() == "torch==1.2.3\n"
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="Compose is not installed")
