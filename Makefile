@@ -236,7 +236,7 @@ up: ## Build the images and start the service in containers.
 	  && $(COMPOSE) up --build --detach $(UP_ARGS)
 	@echo 'Waiting for the gateways to be ready ...'
 	@timeout $(UP_TIMEOUT_S) sh -c 'for gateway in gateway gateway-2; do \
-	  until $(COMPOSE) exec -T $$gateway quire health; do sleep 1; done; done' \
+	  until $(COMPOSE) exec -T $$gateway quire health --target 127.0.0.1:50060; do sleep 1; done; done' \
 	  >/dev/null 2>&1 || { $(COMPOSE) ps; COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh; \
     echo 'Not ready after $(UP_TIMEOUT_S) s; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps

@@ -53,3 +53,10 @@ def test_the_version_of_torch_is_left_to_compose_which_reads_it_from_its_file(
 def test_a_version_of_torch_that_make_is_given_is_passed_on(checkout: Path) -> None:
     assert make_up(checkout, "TORCH=torch==1.2.3").returncode == 0
     assert calls(checkout)[0] == "torch [torch==1.2.3]: up --build --detach"
+
+
+def test_readiness_is_asked_for_where_it_is_served_without_tls(checkout: Path) -> None:
+    assert make_up(checkout).returncode == 0
+    asked = [call.partition("exec -T ")[2] for call in calls(checkout) if "exec" in call]
+    target = "quire health --target 127.0.0.1:50060"
+    assert asked == [f"gateway {target}", f"gateway-2 {target}"]

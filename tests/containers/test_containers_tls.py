@@ -51,8 +51,8 @@ async def test_all_connections_have_tls(encrypted: ComposeProject, certificates:
         except QuireError:
             return False
 
-    project.up()
-    await until(is_ready, "readiness", BRING_UP_S)
+    project.make("up", f"UP_TIMEOUT_S={BRING_UP_S}")
+    assert is_ready()
     for target in (project.target, project.second_target):
         with Client(target, tls=tls) as client:
             output = client.generate("Return the number of", SamplingParams(max_tokens=4))
