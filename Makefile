@@ -99,6 +99,7 @@ TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CHOOSE_IMAGES := scripts/choose-images.sh
+PRINT_UNHEALTHY_LOGS = COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help demo kernels check test test-slow test-pythons test-gpu test-containers bench bench-gpu \
@@ -233,11 +234,11 @@ clean: ## Remove everything that was generated: environment, stubs, caches.
 up: ## Build the images and start the service in containers.
 	@scripts/make-secrets.sh && images=$$($(CHOOSE_IMAGES) --save) && export $$images \
 	  && echo $(COMPOSE) up --build --detach $(UP_ARGS) \
-	  && $(COMPOSE) up --build --detach $(UP_ARGS)
+	  && { $(COMPOSE) up --build --detach $(UP_ARGS) || { $(PRINT_UNHEALTHY_LOGS); exit 1; }; }
 	@echo 'Waiting for the gateways to be ready ...'
 	@timeout $(UP_TIMEOUT_S) sh -c 'for gateway in gateway gateway-2; do \
 	  until $(COMPOSE) exec -T $$gateway quire health --target 127.0.0.1:50060; do sleep 1; done; done' \
-	  >/dev/null 2>&1 || { $(COMPOSE) ps; COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh; \
+	  >/dev/null 2>&1 || { $(COMPOSE) ps; $(PRINT_UNHEALTHY_LOGS); \
     echo 'Not ready after $(UP_TIMEOUT_S) s; see $(COMPOSE) logs.'; exit 1; }
 	@$(COMPOSE) ps
 

@@ -60,3 +60,10 @@ def test_readiness_is_asked_for_where_it_is_served_without_tls(checkout: Path) -
     asked = [call.partition("exec -T ")[2] for call in calls(checkout) if "exec" in call]
     target = "quire health --target 127.0.0.1:50060"
     assert asked == [f"gateway {target}", f"gateway-2 {target}"]
+
+
+@pytest.mark.parametrize("failing", ["up", "exec"])
+def test_the_logs_are_printed_if_the_service_does_not_start(checkout: Path, failing: str) -> None:
+    made = make_up(checkout, "UP_TIMEOUT_S=1", failing=failing)
+    assert made.returncode == 2
+    assert "the logs" in made.stdout.splitlines()
