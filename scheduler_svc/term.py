@@ -104,6 +104,7 @@ class Term:
             has_waiting=self.engine.has_waiting,
             may_send=lambda: self.lease.is_held,
             wait_for_lease=self.lease.wait_held,
+            lane_taken=self.lease.doubt,
             requeue=self.engine.requeue,
             capacity_freed=self.engine.dispatcher.wake,
             step_completed=steps.observe,

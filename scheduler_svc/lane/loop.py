@@ -22,7 +22,7 @@ from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
 from scheduler_svc.lane.steady.entry import SteadyEntry
 from scheduler_svc.lane.steps.step import Step
 from scheduler_svc.lane.steps.step_builder import StepBuilder
-from scheduler_svc.lane.worker_stream import WorkerInfo, WorkerStream
+from scheduler_svc.lane.worker_stream import LaneTaken, WorkerInfo, WorkerStream
 from scheduler_svc.store.types import Commit, PrefixMatch
 
 IDLE_CHECK_S = 5.0
@@ -87,6 +87,8 @@ class LaneLoop:
 
     def stream_changed(self) -> None:
         """A result has arrived, or the stream is lost."""
+        if isinstance(self._stream.lost, LaneTaken):
+            self._hooks.lane_taken()
         if self._steady is None or not self._steady.advance():
             self.wake()
 

@@ -75,6 +75,8 @@ class LaneHooks:
     may_send: Callable[[], bool]
     # Returns once a plan may be sent: at once while the lease is held for certain.
     wait_for_lease: Callable[[], Awaitable[None]]
+    # Another leader has opened a lane to the worker.
+    lane_taken: Callable[[], None]
     # These sequences wait for a row again, on any lane.
     requeue: Callable[[list[Sequence]], None]
     # Capacity may have become free.

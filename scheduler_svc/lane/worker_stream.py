@@ -35,6 +35,10 @@ class WorkerSilent(LaneLost):
     """The worker sent nothing for too long: it may be dead, stopped or cut off."""
 
 
+class LaneTaken(LaneLost):
+    """A later leader has opened a lane to the worker."""
+
+
 class OpeningRefused(LaneLost):
     """The worker has a leader with a higher epoch, or another version of the protocol."""
 
@@ -230,7 +234,8 @@ class WorkerStream:
 
     def _ended(self, why: CallEnded) -> None:
         if self._hello.done():
-            self._mark_lost(LaneLost(f"the worker ended the stream: {why}"))
+            kind = LaneTaken if why.code is grpc.StatusCode.ABORTED else LaneLost
+            self._mark_lost(kind(f"the worker ended the stream: {why}"))
             self._on_change()
         else:
             self._hello.set_exception(why)

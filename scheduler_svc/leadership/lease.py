@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import StaleEpoch, StoreUnavailable
 from scheduler_svc.store.leadership import LeaseStore
 from scheduler_svc.ticks import sleep_ticks
 
@@ -32,6 +32,8 @@ class Lease:
         self._run_id: str | None = None
         self._safe_until = time.monotonic() + self._safe_s
         self._is_ended = False
+        # Whether something but Redis shows another leader, since the last renewal.
+        self._is_doubtful = False
         # Set when the lease is renewed or ended.
         self._changed = asyncio.Event()
         # Why the last renewal failed; None if it succeeded.
@@ -56,11 +58,18 @@ class Lease:
         self._safe_until = -math.inf
         self._changed.set()
 
+    def doubt(self) -> None:
+        """A worker has another leader, for which Redis is available. `run` raises StaleEpoch if it
+        cannot renew the lease before this one expires."""
+        self._is_doubtful = True
+
     async def run(self) -> None:
         """Renew until another scheduler leads (StaleEpoch) or writes are lost (WritesLost, or
         LeadershipLost if the lease itself is lost)."""
         while True:
             await self._renew()
+            if self._is_doubtful and not self.is_held:
+                raise StaleEpoch(f"a worker has another leader; {self.error}")
             await sleep_ticks(self._interval_s)
 
     async def _renew(self) -> None:
@@ -74,5 +83,6 @@ class Lease:
             raise WritesLost("Redis was restarted, or another server serves the keys now")
         self._run_id = run_id
         self._safe_until = started_at + self._safe_s
+        self._is_doubtful = False
         self.error = None
         self._changed.set()

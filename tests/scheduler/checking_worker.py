@@ -242,6 +242,8 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             stream.plans.put_nowait(None)
             for task in tasks:
                 task.cancel()
+        if self._stream is not stream:
+            await context.abort(StatusCode.ABORTED, "a newer stream has taken this worker")
         await context.abort(StatusCode.UNAVAILABLE, "the worker has broken the stream")
 
     async def _raise_fence(self, opening: worker_pb2.OpenLane, context: _Context) -> None:
