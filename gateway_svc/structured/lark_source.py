@@ -4,7 +4,7 @@ absent or repeat. Pure."""
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gateway_svc.structured.errors import FormatError
@@ -14,12 +14,18 @@ from gateway_svc.structured.json_schemas import (
     prepare_schema,
 )
 from gateway_svc.structured.json_values import read_json_within
-from gateway_svc.structured.patterns import MAX_QUANTIFIERS, num_quantifiers
+from gateway_svc.structured.patterns import (
+    MAX_QUANTIFIERS,
+    may_repeat_one_text,
+    num_quantifiers,
+)
 
 # Attributes of rules that the output follows.
 _ATTRIBUTES: Final = frozenset({"lazy", "suffix", "stop", "max_tokens"})
 _INITIAL_SKIP: Final = "allow_initial_skip"
 _OPTIONS: Final = frozenset({"no_forcing", _INITIAL_SKIP})
+# Of several such statements the last one counts.
+_WITHOUT_FORCING: Final = '\n%llguidance {"no_forcing": true}\n'
 # The library heeds it in a whole grammar only.
 INITIAL_SKIP_IN_PART: Final = (
     f"has the option {_INITIAL_SKIP} of %llguidance, which has no effect where the grammar is a "
@@ -79,12 +85,21 @@ class LarkSource:
     parts: dict[str, str] = field(default_factory=dict)
     # What is ignored may be in front of the first text.
     has_initial_skip: bool = False
+    # llguidance 1.9 appends what is forced before it computes a mask, and a terminal is greedy: in
+    # `/a+/ "a"` nothing but another `a` may ever follow, and it never returns.
+    may_be_endless: bool = False
+
+    def without_endless_text(self) -> "LarkSource":
+        """The grammar, of which nothing is forced if that might have no end."""
+        text = self.text + _WITHOUT_FORCING if self.may_be_endless else self.text
+        return replace(self, text=text)
 
     def add(self, part: "LarkSource", place: str) -> None:
         """Note what a part has."""
         self.num_quantifiers[place] += part.num_quantifiers.total()
         self.schemas.update((f"{place} {name}", one) for name, one in part.schemas.items())
         self.parts[place] = part.text
+        self.may_be_endless |= part.may_be_endless
 
     def add_schema(self, schema: dict[str, Any], place: str) -> None:
         self.schemas[place] = schema
@@ -111,7 +126,7 @@ def read_lark(grammar: str) -> LarkSource:
     own = sum(one.num_quantifiers for one in reader.definitions.values())
     source = reader.source
     source.num_quantifiers[""] += max([own, *_expanded(reader.definitions)])
-    return source
+    return source.without_endless_text()
 
 
 class _Reader:
@@ -167,10 +182,16 @@ class _Reader:
         current = self._current
         if not _COUNT.match(self._grammar, token.end()):
             current.num_complements += _INTERSECTION.get(token[0], 0)
+            self.source.may_be_endless |= token[0] == "~"
+        # In a rule the library does not repeat greedily.
+        self.source.may_be_endless |= current.is_terminal and token[0][0] in "*+{"
         current.has_texts |= token["text"] is not None or token["regex"] is not None
         if token["name"] is not None:
             current.names.append(token["name"])
         elif token["regex"] is not None:
+            inner, _, flags = token["regex"][1:].rpartition("/")
+            # One of the flags lets spaces and comments be ignored.
+            self.source.may_be_endless |= "x" in flags or may_repeat_one_text(inner)
             number = num_quantifiers(token["regex"])
             current.num_quantifiers += number
             current.may_be_empty |= number > 0

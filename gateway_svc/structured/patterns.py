@@ -20,11 +20,62 @@ _ONE_OF_SET: Final = re.compile(
 _SEVERAL: Final = ("\\d", "\\D", "\\w", "\\W", "\\s", "\\S", "\\p", "\\P")
 # Of these, some pairs are operators to the library, or will be to Python.
 _ESCAPED: Final = frozenset("[]&~-^|")
+# Characters of a set without classes, properties, code points and operators.
+_PLAIN: Final = r"""A-Za-z0-9 _.,;:!?'"/+*=<>(){}|@#%$"""
+# What is certain to be read as the library reads it.
+_PART: Final = re.compile(
+    rf"""
+      (?P<open>\((?:\?:)?(?!\?))
+    | (?P<close>\))
+    | (?P<several>\.|\\[dDwWsS]|\[\^(?:\\[nrt\\\]\["/-]|[{_PLAIN}]|-(?!-))+\])
+    | (?P<set>\[(?:\\[nrt\\\]\["/-]|[{_PLAIN}]|-(?!-))+\])
+    | (?P<unlimited>[*+]|\{{\d+,\}})
+    | \?|\{{\d*[1-9]\d*\}}|\{{\d+,\d*[1-9]\d*\}}
+    | (?P<one>[^\\\[\]{{}}()^$]|\\[nrt\\\]\["'/.*+?(){{}}|^$<>#%&~=!:;,@_ -])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 
 
 def num_quantifiers(pattern: str) -> int:
     """How many parts of a regular expression may repeat or be absent."""
     return len(_QUANTIFIER.findall(pattern))
+
+
+def may_repeat_one_text(pattern: str) -> bool:
+    """Whether some part of a regular expression may repeat without a limit although no place in it
+    has a choice of characters, as in `a+` or `(ab)*`. Also if that is not certain: for flags,
+    anchors, other escapes and sets, and what may occur zero times at most."""
+    # Whether a place has a choice: of the open groups, the innermost at the end, and the last part.
+    groups, has_choice = [False], False
+    at = 0
+    while at < len(pattern):
+        part = _PART.match(pattern, at)
+        if part is None or (part["close"] and len(groups) == 1):
+            return True
+        if part["unlimited"]:
+            if not has_choice:
+                return True
+        elif part["open"]:
+            groups.append(False)
+            has_choice = False
+        elif part["close"]:
+            has_choice = groups.pop()
+        elif part["several"]:
+            has_choice = True
+        elif part["set"]:
+            has_choice = len(_characters(part["set"])) > 1
+        elif part["one"]:
+            has_choice = False
+        groups[-1] |= has_choice
+        at = part.end()
+    return len(groups) > 1
+
+
+def _characters(plain_set: str) -> set[str]:
+    """Those that are in it for certain: the ends of ranges, but no mark between them."""
+    ones = re.findall(r"\\.|[^-\\]", plain_set[1:-1])
+    return {one if one in (r"\n", r"\r", r"\t") else one[-1] for one in ones}
 
 
 def ends_in_backslash(pattern: str) -> bool:

@@ -15,6 +15,7 @@ from gateway_svc.structured.json_schemas import json_terminal, prepare_schema
 from gateway_svc.structured.json_values import read_json
 from gateway_svc.structured.lark import grammar_to_lark, quoted, regex_to_lark
 from gateway_svc.structured.lark_source import INITIAL_SKIP_IN_PART, LarkSource
+from gateway_svc.structured.patterns import may_repeat_one_text
 
 _TEXT: Final = r"/(.|\n)*/"
 _Node = Mapping[str, Any]
@@ -46,7 +47,7 @@ def structural_tag_to_lark(text: str, tokenizer: LLTokenizer) -> LarkSource:
     if tag.get("type", "structural_tag") != "structural_tag":
         raise FormatError(f"has the type {tag['type']!r:.40} at #; it is structural_tag")
     writer.source.text = "\n".join([f"start: {start}", *writer.rules])
-    return writer.source
+    return writer.source.without_endless_text()
 
 
 class _Writer:
@@ -188,6 +189,7 @@ class _Writer:
             source = regex_to_lark(node["pattern"])
         except FormatError as error:
             raise FormatError(f"{error}, in the pattern at {place}") from error
+        source.may_be_endless = may_repeat_one_text(node["pattern"])
         self.source.add(source, place)
         return self._terminal(source.text.removeprefix("start: "))
 
