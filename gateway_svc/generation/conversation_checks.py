@@ -1,4 +1,4 @@
-"""Checks of a conversation's messages and tools. Pure.
+"""Checks of a conversation's messages, tools and documents. Pure.
 
 Errors name it `conversation`, which is its field in every request.
 """
@@ -17,6 +17,8 @@ MAX_CALLS = 128
 # Of all tools together.
 MAX_SCHEMA_BYTES = 2**17
 MAX_ID_CHARACTERS = 256
+MAX_DOCUMENTS = 1024
+MAX_DOCUMENT_FIELDS = 64
 # Of values within JSON: Python's parser would fail far beyond.
 _MAX_DEPTH = 64
 _A_NAME = "1 to 64 letters, digits, `_`, `-` and `.` are allowed"
@@ -85,6 +87,19 @@ def check_tools(conversation: conversation_pb2.Conversation) -> None:
         if tool.HasField("parameters"):
             _check_object(f"{one}.parameters", tool.parameters)
     _check_tool_choice(conversation.tool_choice, names)
+
+
+def check_documents(conversation: conversation_pb2.Conversation) -> None:
+    found = conversation.documents
+    check_at_most("conversation.documents", "TOO_MANY_DOCUMENTS", len(found), MAX_DOCUMENTS)
+    for at, document in enumerate(found):
+        field = f"conversation.documents[{at}].fields"
+        if not document.fields:
+            raise invalid(field, "EMPTY_DOCUMENT", "is empty; a document has fields")
+        check_at_most(field, "TOO_MANY_FIELDS", len(document.fields), MAX_DOCUMENT_FIELDS)
+        names = [one.name for one in document.fields]
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+            raise invalid(field, "DUPLICATE_FIELD", f"has {twice!r:.80} for a second time")
 
 
 def _check_tool_choice(choice: conversation_pb2.ToolChoice, names: set[str]) -> None:

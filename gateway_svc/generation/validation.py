@@ -8,7 +8,11 @@ import math
 from collections.abc import Sequence
 
 from gateway_svc.generation import logits_params
-from gateway_svc.generation.conversation_checks import check_messages, check_tools
+from gateway_svc.generation.conversation_checks import (
+    check_documents,
+    check_messages,
+    check_tools,
+)
 from gateway_svc.generation.field_checks import (
     check_at_most,
     check_length,
@@ -95,8 +99,10 @@ def check_conversation(conversation: conversation_pb2.Conversation, limits: Mode
         )
     check_messages(conversation)
     check_tools(conversation)
+    check_documents(conversation)
     _check_template_variables(conversation)
-    texts = (message.content + message.reasoning for message in conversation.messages)
+    texts = [message.content + message.reasoning for message in conversation.messages]
+    texts += [one.text for document in conversation.documents for one in document.fields]
     check_text("conversation", "".join(texts), limits)
 
 

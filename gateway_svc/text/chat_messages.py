@@ -1,4 +1,4 @@
-"""Messages and tools of a conversation, in the form in which transformers passes them."""
+"""Messages, tools and documents of a conversation, in the form that transformers passes."""
 
 import json
 from typing import Any
@@ -46,6 +46,12 @@ def tools(conversation: conversation_pb2.Conversation) -> list[dict[str, Any]] |
     if not conversation.tools or not offers_tools(conversation):
         return None
     return [{"type": "function", "function": _function(tool)} for tool in conversation.tools]
+
+
+def documents(conversation: conversation_pb2.Conversation) -> list[dict[str, str]] | None:
+    """The documents; None if there are none."""
+    found = conversation.documents
+    return [{one.name: one.text for one in document.fields} for document in found] or None
 
 
 def offers_tools(conversation: conversation_pb2.Conversation) -> bool:

@@ -62,6 +62,7 @@ class ChatTemplate:
         self._has_developer = "developer" in source
         # Templates that compare a content with none expect it of calls without text.
         self._compares_none = _NONE_CONTENT.search(source) is not None
+        self.has_documents = "documents" in source
 
     def render(
         self,
@@ -69,9 +70,10 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, object] = MappingProxyType({}),
         tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
     ) -> str:
-        """Render messages and tools, in the form in which transformers passes them. TemplateError
-        if the template refuses them or fails.
+        """Render messages, tools and documents, in the form in which transformers passes them.
+        TemplateError if the template refuses them or fails.
 
         A template gets the arguments of earlier calls as objects, or as JSON if it fails on those.
         Messages of a developer are system messages for a template that does not name their role.
@@ -93,13 +95,13 @@ class ChatTemplate:
         if self._reads_parts:
             messages = _in_parts(messages)
         try:
-            return self._render(messages, add_generation_prompt, variables, tools)
+            return self._render(messages, add_generation_prompt, variables, tools, documents)
         except TemplateError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             as_json = [_with_json_arguments(message) for message in messages]
             try:
-                return self._render(as_json, add_generation_prompt, variables, tools)
+                return self._render(as_json, add_generation_prompt, variables, tools, documents)
             except TemplateError:
                 pass
             raise
@@ -109,12 +111,13 @@ class ChatTemplate:
         messages: Sequence[Message],
         variables: Mapping[str, object] = MappingProxyType({}),
         tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
     ) -> str:
         """Render messages up to the end of the last one's content, as transformers does with
         `continue_final_message`. TemplateError also if the template changes this content."""
         *others, last = messages
         marked = {**last, "content": last["content"] + _CONTINUED}
-        rendered = self.render([*others, marked], False, variables, tools)
+        rendered = self.render([*others, marked], False, variables, tools, documents)
         before, mark, after = rendered.rpartition(_CONTINUED.strip())
         if not mark or not before.rstrip().endswith(last["content"].strip()):
             raise TemplateError(
@@ -139,6 +142,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, object],
         tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
     ) -> str:
         try:
             text = self._template.render(
@@ -148,7 +152,7 @@ class ChatTemplate:
                     "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                     "tools": tools,
-                    "documents": None,
+                    "documents": documents,
                 }
             )
             # Fails with half of a surrogate pair, which no tokenizer reads.

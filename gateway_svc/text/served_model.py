@@ -129,9 +129,12 @@ class Model:
             if tools is not None and self.files.tool_template is not None:
                 template = self.files.tool_template
             assert template is not None
+            documents = chat_messages.documents(conversation)
+            if documents is not None and not template.has_documents:
+                raise TemplateError("it renders no documents; write them into a message")
             if conversation.continue_final_message:
-                return template.render_continued(messages, variables, tools)
-            return template.render(messages, add, variables, tools)
+                return template.render_continued(messages, variables, tools, documents)
+            return template.render(messages, add, variables, tools, documents)
 
         try:
             return await self._in_thread(work)

@@ -62,6 +62,8 @@ class ConversationOptions(TypedDict, total=False):
     continue_final_message: bool | None
     # Variables for the chat template.
     chat_template_kwargs: Mapping[str, Any] | None
+    # For a template that renders documents, such as {"title": text, "text": text}.
+    documents: Sequence[Mapping[str, str]] | None
 
 
 def conversation_proto(conversation: Conversation) -> conversation_pb2.Conversation:
@@ -88,9 +90,29 @@ def fill_options(conversation: conversation_pb2.Conversation, options: Conversat
     choice = options.get("tool_choice")
     if choice is not None:
         conversation.tool_choice.CopyFrom(_tool_choice(choice))
+    documents = options.get("documents")
+    if documents is not None:
+        if isinstance(documents, str | Mapping) or not isinstance(documents, Sequence):
+            raise wrong_type("documents", "a list of documents", documents)
+        conversation.documents.extend(
+            _document(f"documents[{at}]", document) for at, document in enumerate(documents)
+        )
     variables = to_struct("chat_template_kwargs", options.get("chat_template_kwargs"))
     if variables is not None:
         conversation.chat_template_kwargs.CopyFrom(variables)
+
+
+def _document(name: str, document: object) -> conversation_pb2.Document:
+    if not isinstance(document, Mapping):
+        raise wrong_type(name, "a document, texts by name", document)
+    for key, text in document.items():
+        check_text(f"{name}: a name", key)
+        check_text(f"{name}: {key}", text)
+    return conversation_pb2.Document(
+        fields=[
+            conversation_pb2.DocumentField(name=key, text=text) for key, text in document.items()
+        ]
+    )
 
 
 def _message(message: Message) -> conversation_pb2.Message:

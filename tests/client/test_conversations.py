@@ -41,12 +41,19 @@ def test_options_are_sent():
         add_generation_prompt=False,
         continue_final_message=False,
         chat_template_kwargs=variables,
+        documents=[{"title": "A", "text": "alpha"}, {"text": "beta"}],
     )
     [tool] = message.tools
     assert (tool.name, json.loads(tool.parameters)) == ("weather", PARAMETERS)
     assert not tool.HasField("description")
     assert message.tool_choice.mode == conversation_pb2.TOOL_CHOICE_MODE_REQUIRED
     assert json_format.MessageToDict(message.chat_template_kwargs) == variables
+    assert [
+        [(one.name, one.text) for one in document.fields] for document in message.documents
+    ] == [
+        [("title", "A"), ("text", "alpha")],
+        [("text", "beta")],
+    ]
     flags = ("parallel_tool_calls", "include_reasoning", "add_generation_prompt")
     for name in (*flags, "continue_final_message"):
         assert message.HasField(name)
@@ -97,6 +104,9 @@ def test_messages_of_a_loop_of_tools(call):
         ([USER], {"tool_choice": "some"}, TypeError, "tool_choice: must be 'auto'"),
         ([USER], {"parallel_tool_calls": 1}, TypeError, "parallel_tool_calls: must be True"),
         ([USER], {"chat_template_kwargs": [1]}, TypeError, "chat_template_kwargs: must be"),
+        ([USER], {"documents": {"text": "a"}}, TypeError, "documents: must be a list"),
+        ([USER], {"documents": ["a"]}, TypeError, r"documents\[0\]: must be a document"),
+        ([USER], {"documents": [{"text": 5}]}, TypeError, r"documents\[0\]: text: must be"),
         ([USER], {"chat_template_kwargs": {"a": 10**400}}, ValueError, "kwargs: has a number of"),
         ([{"role": "user"}], {}, ValueError, "messages: expected"),
         ([{"role": "user", "content": 5}], {}, ValueError, "messages: expected"),

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Sequence
 
 import grpc
 import pytest
@@ -17,7 +18,13 @@ from gateway_svc.text.served_model import ModelLimits
 from quire.service.errors import invalid
 from quire.v1 import beam_search_pb2, inference_pb2_grpc, model_pb2, tokenizer_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.v1.conversation_pb2 import Conversation, Message, ToolCall
+from quire.v1.conversation_pb2 import (
+    Conversation,
+    Document,
+    DocumentField,
+    Message,
+    ToolCall,
+)
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -30,9 +37,13 @@ def tokens(*ids: int) -> dict[str, object]:
     return {"token_ids": pb.TokenIds(ids=ids)}
 
 
-def conversation(*roles: str) -> dict[str, object]:
+def conversation(*roles: str, documents: Sequence[Document] = ()) -> dict[str, object]:
     messages = [Message(role=role, content="x") for role in roles]
-    return {"conversation": Conversation(messages=messages)}
+    return {"conversation": Conversation(messages=messages, documents=documents)}
+
+
+def document(*names: str) -> Document:
+    return Document(fields=[DocumentField(name=name, text="x") for name in names])
 
 
 INVALID_REQUESTS = {
@@ -46,6 +57,30 @@ INVALID_REQUESTS = {
     "no messages": (conversation(), "conversation"),
     "refused role": (conversation("wizard"), "conversation"),
     "many messages": (conversation(*["user"] * 4097), "conversation.messages"),
+    "document without fields": (
+        conversation("user", documents=[document("text"), document()]),
+        "conversation.documents[1].fields",
+    ),
+    "document with a field twice": (
+        conversation("user", documents=[document("text", "title", "text")]),
+        "conversation.documents[0].fields",
+    ),
+    "document with many fields": (
+        conversation("user", documents=[document(*map(str, range(65)))]),
+        "conversation.documents[0].fields",
+    ),
+    "many documents": (
+        conversation("user", documents=[document("text")] * 1025),
+        "conversation.documents",
+    ),
+    "documents that no template renders": (
+        conversation("user", documents=[document("text")]),
+        "conversation",
+    ),
+    "long document": (
+        conversation("user", documents=[Document(fields=[DocumentField(text="x" * 10**6)])]),
+        "conversation",
+    ),
     "long role": (conversation("user", "r" * 65), "conversation.messages[1].role"),
     "long cache salt": ({"text": "a", "cache_salt": "é" * 129}, "cache_salt"),
     "empty request id": ({"text": "a", "request_id": ""}, "request_id"),

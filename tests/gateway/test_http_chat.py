@@ -148,6 +148,42 @@ async def test_variables_reach_the_template(http: Http, monkeypatch: pytest.Monk
     sending.cancel()
 
 
+DOCUMENTS = [{"title": "A", "text": "alpha", "also": "x"}, {"text": "beta"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_documents_reach_the_template_with_their_fields_in_order(
+    http: Http, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    model = http.stack.gateway.served.get(None)
+    source = (
+        "{% for document in documents or [] %}{% for name, text in document.items() %}"
+        "{{ name }}:{{ text }},{% endfor %};{% endfor %}{{ messages[0].content }}"
+    )
+    monkeypatch.setitem(model.files.__dict__, "chat_template", ChatTemplate(source, {}))
+    for documents, expected in (
+        (DOCUMENTS, "title:A,text:alpha,also:x,;text:beta,;hi"),
+        ([], "hi"),
+        (None, "hi"),
+    ):
+        body = {"messages": [{"role": "user", "content": "hi"}], "documents": documents}
+        sending = http.start(path, body)
+        if path == "/tokenize":
+            token_ids = (await sending).json()["tokens"]
+        else:
+            token_ids = (await http.submission()).prompt_token_ids
+            sending.cancel()
+        assert model.vocabulary.decode(list(token_ids)) == expected
+
+
+async def test_documents_are_refused_that_the_template_does_not_render(http: Http) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "documents": DOCUMENTS}
+    error = (await http.client.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["code"] == "chat_template_refuses"
+    assert "renders no documents; write them into a message" in error["message"]
+    await http.stack.check_next_request()
+
+
 DEEP: dict[str, object] = {}
 for _ in range(50):
     DEEP = {"a": DEEP}
@@ -173,6 +209,8 @@ for _ in range(50):
             "reserved_variable",
         ),
         ({"service_tier": "first"}, "service_tier", "invalid_field"),
+        ({"documents": [{"text": 5}]}, "documents[0].text", "invalid_field"),
+        ({"documents": [{}]}, "documents[0].fields", "empty_document"),
         ({"top_logprobs": 2}, "top_logprobs", "no_logprobs"),
         ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "too_deep"),
         ({"chat_template_kwargs": {"a": [DEEP]}}, "chat_template_kwargs", "too_deep"),

@@ -45,6 +45,8 @@ class TextPart(HttpRequest):
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+# Texts by name, such as a title and a text.
+Documents = Annotated[list[dict[str, str]], Field(max_length=1024)]
 
 
 class ChatMessage(HttpRequest):
@@ -102,7 +104,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool | None = None
     add_special_tokens: unsupported(False) = None  # type: ignore[valid-type]
     chat_template: unsupported() = None  # type: ignore[valid-type]
-    documents: unsupported([]) = None  # type: ignore[valid-type]
+    documents: Documents | None = None
     echo: unsupported(False) = None  # type: ignore[valid-type]
 
     tools: ChatTools | None = None
@@ -137,6 +139,7 @@ class ChatRequest(SamplingFields):
                 self.add_generation_prompt,
                 with_reasoning_effort(self.chat_template_kwargs, self.reasoning_effort),
                 tools=[tool.function.to_proto() for tool in self.tools or ()],
+                documents=documents_of(self.documents),
                 tool_choice=self._tool_choice(),
                 parallel_tool_calls=self.parallel_tool_calls,
                 include_reasoning=self.include_reasoning,
@@ -159,6 +162,17 @@ def text_of(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
+
+
+def documents_of(documents: Documents | None) -> list[conversation_pb2.Document]:
+    return [
+        conversation_pb2.Document(
+            fields=[
+                conversation_pb2.DocumentField(name=name, text=text) for name, text in one.items()
+            ]
+        )
+        for one in documents or ()
+    ]
 
 
 def conversation(

@@ -4,7 +4,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gateway_svc.http.bodies.chat import MAX_MESSAGES, ChatMessage, conversation
+from gateway_svc.http.bodies.chat import (
+    MAX_MESSAGES,
+    ChatMessage,
+    Documents,
+    conversation,
+    documents_of,
+)
 from gateway_svc.http.bodies.fields import HttpRequest, TokenIds, unsupported
 from gateway_svc.http.bodies.tools import ChatTools
 from quire.service.errors import invalid
@@ -26,6 +32,7 @@ class TokenizeRequest(HttpRequest):
     continue_final_message: bool | None = None
     chat_template: unsupported() = None  # type: ignore[valid-type]
     tools: ChatTools | None = None
+    documents: Documents | None = None
 
     def message(self) -> tokenizer_pb2.TokenizeRequest:
         """RequestError unless exactly one of the two inputs is set."""
@@ -42,6 +49,7 @@ class TokenizeRequest(HttpRequest):
                     self.add_generation_prompt,
                     self.chat_template_kwargs,
                     tools=[tool.function.to_proto() for tool in self.tools or ()],
+                    documents=documents_of(self.documents),
                     continue_final_message=self.continue_final_message,
                 )
             )
