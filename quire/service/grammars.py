@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer, decoders
@@ -28,10 +28,11 @@ T = TypeVar("T")
 # Without texts of the parser's state in errors: they hold the output. The fuel bounds the work at
 # the start of a grammar: with the library's million, `(a{1000}){1000}` takes a second. The other
 # limits are the library's.
-_LIMITS: Final = LLParserLimits(verbose_errors=False, initial_lexer_fuel=250_000)
+_LIMITS: Final[dict[str, Any]] = {"verbose_errors": False, "initial_lexer_fuel": 250_000}
 _QUIET: Final = 0
 _PANIC: Final = "PanicException"
 _REJECTION: Final = "doesn't satisfy the grammar"
+_TOO_MANY_STATES: Final = "too many states"
 # The library compiles recursively, and a rule within a rule takes 3 kB of the thread's stack: the
 # 13,000 rules of a format of 128 KiB would end the process with 8 MiB. Memory is used as needed.
 _STACK_BYTES: Final = 2**28
@@ -99,11 +100,16 @@ class GrammarVocabulary:
         tokenizer.forget_tokens()
         return cls(plain, special, tokenizer.eos_token_id)
 
-    def compile(self, definition: str) -> LLMatcher:
+    def compile(self, definition: str, max_lexer_states: int | None = None) -> LLMatcher:
         """A matcher at the start of a grammar; copies of it are cheap. Releases the interpreter.
         Those of requests need a thread of `compiler_threads`. GrammarError if the grammar is
-        invalid or exceeds a limit."""
-        matcher = LLMatcher(self.tokenizer, definition, log_level=_QUIET, limits=_LIMITS)
+        invalid or exceeds a limit.
+
+        All copies share a lexer, whose states are added as outputs need them and stay as long as
+        one of the copies: more than `max_lexer_states`, by default the library's 250,000, are an
+        error of the copy that needs another one."""
+        limits = LLParserLimits(**_LIMITS, max_lexer_states=max_lexer_states)
+        matcher = LLMatcher(self.tokenizer, definition, log_level=_QUIET, limits=limits)
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         return matcher
@@ -222,6 +228,11 @@ def is_rejection(error: str) -> bool:
     """Whether a matcher's error says that a token does not follow the grammar, and not that the
     library has reached a limit."""
     return _REJECTION in error
+
+
+def has_too_many_states(error: str) -> bool:
+    """Whether a matcher's error says that the lexer of all its copies has no room for a state."""
+    return _TOO_MANY_STATES in error
 
 
 def first_line(error: object) -> str:

@@ -313,6 +313,18 @@ def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
     assert compiler.prepare(a) is first
 
 
+def test_a_grammar_whose_states_are_used_up_is_not_kept(guide: Guide) -> None:
+    compiler = GrammarCompiler(guide.vocabulary)
+    grammar = Grammar(LLMatcher.grammar_from_lark('start: "a"'))
+    used_up = compiler.prepare(grammar)
+    alone = compiler.prepare_alone(grammar.definition, used_up)
+    shared = compiler.prepare(grammar)
+    assert len({used_up, alone, shared}) == 3
+    # Another row notices it later.
+    compiler.prepare_alone(grammar.definition, used_up)
+    assert compiler.prepare(grammar) is shared
+
+
 def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that several of them need is compiled once, when the first one is served."""
     monkeypatch.setattr(compiler_module, "_NUM_THREADS", 1)
@@ -320,7 +332,9 @@ def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.Mon
     compiler = GrammarCompiler(vocabulary)
     compiled, has_begun, may_go_on = list[str](), threading.Event(), threading.Event()
 
-    def compile_when_allowed(used: GrammarVocabulary, definition: str) -> LLMatcher:
+    def compile_when_allowed(
+        used: GrammarVocabulary, definition: str, max_lexer_states: int | None = None
+    ) -> LLMatcher:
         # Threads of other tests' compilers may still have work.
         if used is vocabulary:
             has_begun.set()

@@ -17,7 +17,7 @@ from worker_driver import worker_settings
 from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
-from worker_svc.grammar.compiler import find_grammars
+from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
 from worker_svc.grammar.processor import GrammarProcessor
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.loading.startup import start_pipelined
@@ -40,6 +40,8 @@ LARKS = (
     'start: "true" | "tr" /[abc]{3}/ | /true [x-z]+/',
 )
 MAX_TOKENS = 24
+# Of a lexer; fewer than a few outputs need.
+MANY_STATES = 400
 LOOKAHEAD = 16
 FIELD = Grammar.field
 DIGITS = TOKENIZER.encode("0123456789").ids
@@ -336,6 +338,37 @@ def test_a_limit_that_was_reached_elsewhere_is_the_same_failure(loaded: LoadedRu
     again = dataclasses.replace(row, output=[*there.output])
     RowDriver(loaded).run([again])
     assert again.failure == there.failure
+
+
+def _drawn(compiler: GrammarCompiler, seeds: list[int], num_tokens: int = 40) -> torch.Tensor:
+    """Random tokens of rows that share a grammar, whose lexer needs new states at most of them."""
+    size = VOCABULARY.size
+    context = ProcessorContext(size, 8, 64, torch.device("cpu"), None, torch.tensor, compiler)
+    processor = GrammarProcessor(context)
+    definition = LLMatcher.grammar_from_lark(r"start: /(.*[a-m].{8}[n-z].{6})+/")
+    rows = np.arange(len(seeds))
+    for row in rows.tolist():
+        params = LogitsParams(stop_token_ids=STOPS, grammar=Grammar(definition))
+        assert processor.admit(row, params, np.array(DIGITS), len(DIGITS))
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    outputs = []
+    for _ in range(num_tokens):
+        logits = torch.stack([torch.rand(size, generator=one) for one in generators])
+        processor.apply(logits, rows, rows)
+        outputs.append(logits.argmax(-1))
+        processor.append(outputs[-1], rows, rows)
+    return torch.stack(outputs, 1)
+
+
+def test_states_of_other_rows_do_not_count_for_a_row() -> None:
+    """All rows of a kept grammar share a lexer, which keeps the states of their outputs."""
+    seeds = list(range(8))
+    expected = _drawn(GrammarCompiler(VOCABULARY), seeds)
+    assert len({tuple(tokens) for tokens in expected.tolist()}) == len(seeds)
+    limited = GrammarCompiler(VOCABULARY, max_shared_states=MANY_STATES)
+    assert _drawn(limited, seeds[:4]).equal(expected[:4])
+    for seed in seeds[4:]:
+        assert _drawn(limited, [seed]).equal(expected[seed : seed + 1])
 
 
 @pytest.fixture(params=["alone", "beside another"])

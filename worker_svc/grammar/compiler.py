@@ -20,8 +20,10 @@ from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
 
-# A compiled grammar takes 10 kB to some MB.
+# A compiled grammar takes 10 kB to some MB, and up to 2 kB per state of its lexer.
 _MAX_GRAMMARS: Final = 128
+# Of the lexer that all rows of a kept grammar share. A schema has some thousand.
+_MAX_SHARED_STATES: Final = 2**14
 _NUM_THREADS: Final = 2
 # Below the threads of the forward pass, which other rows need.
 _NICENESS: Final = 10
@@ -31,10 +33,18 @@ class GrammarCompiler:
     """Compiled grammars by their definitions; principals whose grammars wait for a thread are
     served round robin. All methods may be called on any thread."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, max_grammars: int = _MAX_GRAMMARS) -> None:
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        max_grammars: int = _MAX_GRAMMARS,
+        max_shared_states: int = _MAX_SHARED_STATES,
+    ) -> None:
         self.vocabulary = vocabulary
         self._max_grammars = max_grammars
+        self._max_shared_states = max_shared_states
         self._threads = compiler_threads(_NUM_THREADS, "grammar", _NICENESS)
+        # For rows in the middle of their output, for which a step waits.
+        self._thread_of_steps = compiler_threads(1, "grammar-of-step")
         self._lock = threading.Lock()
         # The ones used last at the end.
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
@@ -59,6 +69,14 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
             return compiled
 
+    def prepare_alone(self, definition: str, shared: Future[LLMatcher]) -> Future[LLMatcher]:
+        """Start to compile a grammar for one row, with the library's limit of states: those of
+        `shared` are used up. That one is not kept any more, so that the next rows share another."""
+        with self._lock:
+            if self._compiled.get(definition) is shared:
+                del self._compiled[definition]
+        return self._thread_of_steps.submit(self.vocabulary.compile, definition)
+
     def prepare_for(self, plan: Plan) -> None:
         """Start to compile the grammars of a plan that has arrived, which may still have to wait
         for the steps before it."""
@@ -75,7 +93,7 @@ class GrammarCompiler:
                 return
             compiled.set_running_or_notify_cancel()
         try:
-            matcher = self.vocabulary.compile(definition)
+            matcher = self.vocabulary.compile(definition, self._max_shared_states)
         except BaseException as error:
             # Raised again where the result is read, the library's panics included.
             compiled.set_exception(error)

@@ -2,7 +2,7 @@
 
 import os
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from kernels.logits import apply_bitmask
-from quire.service.grammars import is_rejection, summary
+from quire.service.grammars import has_too_many_states, is_rejection, summary
 from worker_svc.grammar.beside import BesideThread
 from worker_svc.grammar.masks import Bits, MaskWork, TokenMasks
 from worker_svc.grammar.row_grammar import RowGrammar
@@ -34,13 +34,15 @@ _STOP_TOKENS: Final = InvalidField("sampling_params.stop_token_ids", REASON)
 
 
 @dataclass(frozen=True)
-class _WaitingRow:
-    """A row whose grammar may still be compiled."""
+class _BeginningRow:
+    """A row that follows its grammar from here on; the grammar may still be compiled."""
 
     grammar: Grammar
     stop_token_ids: Ints
     output: list[int]
     compiled: Future[LLMatcher]
+    # The compiled grammar is that of this row alone.
+    is_alone: bool = False
 
     def begin(self, end_id: int) -> RowGrammar:
         """Follow the grammar through the output so far. Waits until it is compiled, and raises what
@@ -67,8 +69,9 @@ class GrammarProcessor:
         self._compiler = context.grammars
         # Rows whose grammars are compiled, and those that wait for it.
         self._rows: dict[int, RowGrammar] = {}
-        self._waiting: dict[int, _WaitingRow] = {}
-        self._fields: dict[int, str] = {}  # of the requests, which the grammars are made of
+        self._waiting: set[int] = set()
+        # All of them, as they have begun or will.
+        self._beginnings: dict[int, _BeginningRow] = {}
         self._thread = BesideThread("grammar-masks")
         # Masks that this thread computes, with the rows' numbers.
         self._begun: tuple[list[int], MaskWork] | None = None
@@ -94,15 +97,17 @@ class GrammarProcessor:
             raise LogitsError(_NO_TOKENIZER)
         compiled = self._compiler.prepare(params.grammar)
         output = token_ids[num_prompt_tokens:].tolist()
-        self._waiting[row] = _WaitingRow(params.grammar, params.stop_token_ids, output, compiled)
-        self._fields[row] = params.grammar.field
+        self._beginnings[row] = _BeginningRow(
+            params.grammar, params.stop_token_ids, output, compiled
+        )
+        self._waiting.add(row)
         return True
 
     def release(self, row: int) -> None:
         self._drop_masks()
         self._rows.pop(row, None)
-        self._waiting.pop(row, None)
-        del self._fields[row]
+        self._waiting.discard(row)
+        del self._beginnings[row]
 
     def unready(self, rows: Ints, wait_s: float) -> list[int]:
         """Rows whose grammars are not compiled yet."""
@@ -110,8 +115,8 @@ class GrammarProcessor:
             return []
         waiting = [row for row in rows.tolist() if row in self._waiting]
         if waiting and wait_s:
-            wait([self._waiting[row].compiled for row in waiting], wait_s, FIRST_COMPLETED)
-        return [row for row in waiting if not self._waiting[row].compiled.done()]
+            wait([self._beginnings[row].compiled for row in waiting], wait_s, FIRST_COMPLETED)
+        return [row for row in waiting if not self._beginnings[row].compiled.done()]
 
     def append(self, token_ids: Tensor, lines: Ints, rows: Ints) -> None:
         sampled = token_ids.numpy()[lines].tolist()
@@ -137,15 +142,18 @@ class GrammarProcessor:
         followed = [self._rows[row] for row in rows.tolist()]
         if followed:
             masks = self._masks.compute(followed) if begun is None else begun
+            while self._begin_alone(rows):
+                followed = [self._rows[row] for row in rows.tolist()]
+                masks = self._masks.compute(followed)
             upload = self._context.upload
             apply_bitmask(
                 logits, upload(masks), upload(lines), implementation=self._context.implementation
             )
         for row, one in zip(rows.tolist(), followed, strict=True):
             if one.error is not None:
-                failures[row] = _failure(one.error, self._fields[row])
+                failures[row] = _failure(one.error, self._field(row))
             elif one.stopped_by is not None:
-                failures[row] = self._stopped(one.stopped_by, self._fields[row])
+                failures[row] = self._stopped(one.stopped_by, self._field(row))
         if failures:
             raise FailedRows(failures)
 
@@ -175,13 +183,32 @@ class GrammarProcessor:
             if row not in self._waiting:
                 continue
             try:
-                self._rows[row] = self._waiting[row].begin(self._masks.end_id)
-                del self._waiting[row]
+                self._rows[row] = self._beginnings[row].begin(self._masks.end_id)
+                self._waiting.remove(row)
             except Exception as error:
                 # Whatever the library raises fails this row alone.
-                refused = InvalidField(self._fields[row], "INVALID_FORMAT")
+                refused = InvalidField(self._field(row), "INVALID_FORMAT")
                 failures[row] = RowFailure(f"is refused: {summary(error)}", refused)
         return failures
+
+    def _begin_alone(self, rows: Ints) -> bool:
+        """Begin again, with grammars of their own, where rows have no room for a state in the lexer
+        that they share: most of its states are those of other outputs. Whether any has begun."""
+        assert self._compiler is not None
+        begun = {}
+        for row in rows.tolist():
+            one, shared = self._rows[row], self._beginnings[row]
+            if one.error is not None and has_too_many_states(one.error) and not shared.is_alone:
+                own = self._compiler.prepare_alone(shared.grammar.definition, shared.compiled)
+                begun[row] = replace(shared, output=one.token_ids, compiled=own, is_alone=True)
+        for row, alone in begun.items():
+            self._beginnings[row] = alone
+            self._rows[row] = alone.begin(self._masks.end_id)
+        return bool(begun)
+
+    def _field(self, row: int) -> str:
+        """The field of the request that the grammar is made of."""
+        return self._beginnings[row].grammar.field
 
     def _stopped(self, token_id: int, field: str) -> RowFailure:
         """The failure of a row whose format goes on with this stop token. The model's own ones are

@@ -36,6 +36,8 @@ class RowGrammar:
         # end the output.
         self.stopped_by: int | None = None
         self.forced: deque[int] = deque()
+        # The output so far.
+        self.token_ids: list[int] = []
         self._begins_after = begins_after
         self._last = deque[int](maxlen=len(begins_after))
         self.stop_token_ids = frozenset(stop_token_ids)
@@ -50,6 +52,7 @@ class RowGrammar:
 
     def append(self, token_id: int) -> None:
         """Add a token of the output."""
+        self.token_ids.append(token_id)
         if self.has_ended or self.error is not None:
             return
         if self.is_free:
