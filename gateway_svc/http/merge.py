@@ -46,12 +46,15 @@ class Merge(Generic[T]):
         try:
             async with aclosing(source) as items:
                 async for item in items:
-                    await self._put(item)
+                    await self._put(item).wait()
         except Exception as error:
             end = error
-        await self._put(end)
+        # Not waited for: a source whose reader has left, and whose task is cancelled, may raise
+        # another error than the cancellation.
+        self._put(end)
 
-    async def _put(self, item: T | BaseException | None) -> None:
+    def _put(self, item: T | BaseException | None) -> asyncio.Event:
+        """Queue an item; return what is set when it is read."""
         was_read = asyncio.Event()
         self._queue.put_nowait((item, was_read))
-        await was_read.wait()
+        return was_read

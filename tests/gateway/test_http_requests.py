@@ -352,6 +352,26 @@ async def test_the_first_error_of_a_source_ends_all() -> None:
     assert sorted(closed) == [1, 2]
 
 
+async def test_merged_sources_that_fail_when_they_are_closed_end() -> None:
+    """As a request that the scheduler fails at the moment at which its client disconnects."""
+
+    async def failing_at_the_end():
+        yield 0
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("no") from None
+
+    merge = Merge[int]()
+    merge.add(failing_at_the_end())
+    merge.add(failing_at_the_end())
+    items = merge.items()
+    assert [await anext(items), await anext(items)] == [0, 0]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await items.aclose()
+
+
 async def test_a_grpc_client_at_the_http_port_ends_with_a_hint(http: Http) -> None:
     """Without a limit on its retries."""
     assert http.stack.gateway.http is not None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ from openai.types.responses import Response
 
 from gateway_svc.scheduler.shards import Shards
 from quire.internal.v1 import scheduler_pb2
+from quire.service.errors import RequestError
 
 
 async def test_a_response(http: Http) -> None:
@@ -189,6 +191,31 @@ async def test_a_response_in_the_background_is_retrieved_and_cancelled(
     result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
     scheduler.send(cancellation_results=[result])
     assert (await cancelling).json()["status"] == "cancelled"
+
+
+async def test_a_cancelled_response_whose_stream_fails_at_once_is_an_object(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream has failed when it is closed, because the cancellation was answered."""
+    scheduler = http.stack.scheduler
+    sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await sending
+    generations = http.stack.gateway.generations
+    requests, cancel = generations.scheduler.requests, generations.cancel
+
+    async def cancel_and_fail(*args: Any) -> None:
+        await cancel(*args)
+        for stream in requests.streams:
+            stream.fail(RequestError(grpc.StatusCode.CANCELLED, "cancelled"))
+
+    monkeypatch.setattr(generations, "cancel", cancel_and_fail)
+    cancelling = asyncio.create_task(http.client.post("/v1/responses/resp_r/cancel"))
+    scheduler.accept(await scheduler.attachments.get(), sent.opaque)
+    scheduler.found(await scheduler.cancellations.get(), found=True)
+    async with asyncio.timeout(5):
+        assert (await cancelling).json()["status"] == "cancelled"
 
 
 @pytest.mark.parametrize("action", ["retrieve", "cancel"])
