@@ -1,6 +1,7 @@
 """Compiles grammars in threads, and keeps the ones used last."""
 
 import threading
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,6 +30,14 @@ _NUM_THREADS: Final = 2
 _NICENESS: Final = 10
 
 
+class _Compilation(Future[LLMatcher]):
+    """A matcher that is or will be compiled."""
+
+    def __init__(self, definition: str) -> None:
+        super().__init__()
+        self.definition = definition
+
+
 class GrammarCompiler:
     """Compiled grammars by their definitions; principals whose grammars wait for a thread are
     served round robin. All methods may be called on any thread."""
@@ -47,10 +56,11 @@ class GrammarCompiler:
         self._thread_of_steps = compiler_threads(1, "grammar-of-step")
         self._lock = threading.Lock()
         # The ones used last at the end.
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        # Definitions that wait for a thread. One may be there several times: for each principal
-        # that needs it, so that none waits behind the grammars of another.
-        self._waiting = RoundRobin[tuple[str, Future[LLMatcher]]]()
+        self._compiled: OrderedDict[str, _Compilation] = OrderedDict()
+        # What waits for a thread. One may be there several times: for each principal that needs it,
+        # so that none waits behind the grammars of another. It is compiled only if it is still kept
+        # or a row waits for it: a client may cancel requests faster than their grammars compile.
+        self._waiting = RoundRobin[weakref.ref[_Compilation]]()
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -60,9 +70,9 @@ class GrammarCompiler:
         the grammar, for copies; its error is a GrammarError."""
         definition = grammar.definition
         with self._lock:
-            compiled = self._compiled.pop(definition, None) or Future[LLMatcher]()
+            compiled = self._compiled.pop(definition, None) or _Compilation(definition)
             if not (compiled.running() or compiled.done()):
-                self._waiting.put(grammar.principal, (definition, compiled))
+                self._waiting.put(grammar.principal, weakref.ref(compiled))
                 self._threads.submit(self._compile_next)
             self._compiled[definition] = compiled
             while len(self._compiled) > self._max_grammars:
@@ -88,12 +98,12 @@ class GrammarCompiler:
     def _compile_next(self) -> None:
         """Compile the next definition that waits, on a thread; one call was submitted for each."""
         with self._lock:
-            definition, compiled = self._waiting.pop()
-            if compiled.running() or compiled.done():
+            compiled = self._waiting.pop()()
+            if compiled is None or compiled.running() or compiled.done():
                 return
             compiled.set_running_or_notify_cancel()
         try:
-            matcher = self.vocabulary.compile(definition, self._max_shared_states)
+            matcher = self.vocabulary.compile(compiled.definition, self._max_shared_states)
         except BaseException as error:
             # Raised again where the result is read, the library's panics included.
             compiled.set_exception(error)
