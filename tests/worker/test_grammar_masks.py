@@ -313,6 +313,20 @@ def test_the_compiler_keeps_the_grammars_used_last(guide: Guide) -> None:
     assert compiler.prepare(a) is first
 
 
+def test_large_grammars_are_kept_up_to_a_size(guide: Guide) -> None:
+    """A compiled grammar takes up to a hundred times as much memory as its definition."""
+    compiler = GrammarCompiler(guide.vocabulary, max_kept_characters=1500)
+    grammars = [Grammar(LLMatcher.grammar_from_lark(f'start: "{at}{"x" * 600}"')) for at in "abc"]
+    first, second, third = (compiler.prepare(grammar) for grammar in grammars)
+    assert len(compiler) == 2
+    assert compiler.prepare(grammars[1]) is second
+    assert compiler.prepare(grammars[2]) is third
+    assert compiler.prepare(grammars[0]) is not first
+    # The one used last is kept in any case.
+    compiler.prepare(Grammar(LLMatcher.grammar_from_lark(f'start: "{"x" * 3000}"')))
+    assert len(compiler) == 1
+
+
 def test_a_grammar_whose_states_are_used_up_is_not_kept(guide: Guide) -> None:
     compiler = GrammarCompiler(guide.vocabulary)
     grammar = Grammar(LLMatcher.grammar_from_lark('start: "a"'))

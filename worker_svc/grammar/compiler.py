@@ -21,8 +21,10 @@ from worker_svc.plan.plans import Plan
 
 log = structlog.get_logger()
 
-# A compiled grammar takes 10 kB to some MB, and up to 2 kB per state of its lexer.
 _MAX_GRAMMARS: Final = 128
+# Of all their definitions: a compiled grammar takes 50 to 250 times as much as its definition, and
+# up to 2 kB per state of its lexer.
+_MAX_KEPT_CHARACTERS: Final = 2**21
 # Of the lexer that all rows of a kept grammar share. A schema has some thousand.
 _MAX_SHARED_STATES: Final = 2**14
 _NUM_THREADS: Final = 2
@@ -47,10 +49,12 @@ class GrammarCompiler:
         vocabulary: GrammarVocabulary,
         max_grammars: int = _MAX_GRAMMARS,
         max_shared_states: int = _MAX_SHARED_STATES,
+        max_kept_characters: int = _MAX_KEPT_CHARACTERS,
     ) -> None:
         self.vocabulary = vocabulary
         self._max_grammars = max_grammars
         self._max_shared_states = max_shared_states
+        self._max_kept_characters = max_kept_characters
         self._threads = compiler_threads(_NUM_THREADS, "grammar", _NICENESS)
         # For rows in the middle of their output, for which a step waits.
         self._thread_of_steps = compiler_threads(1, "grammar-of-step")
@@ -75,9 +79,15 @@ class GrammarCompiler:
                 self._waiting.put(grammar.principal, weakref.ref(compiled))
                 self._threads.submit(self._compile_next)
             self._compiled[definition] = compiled
-            while len(self._compiled) > self._max_grammars:
+            while self._are_too_many():
                 self._compiled.popitem(last=False)
             return compiled
+
+    def _are_too_many(self) -> bool:
+        """Whether fewer grammars have to be kept. The one used last always is."""
+        num_kept = len(self._compiled)
+        is_large = sum(map(len, self._compiled)) > self._max_kept_characters
+        return num_kept > self._max_grammars or (is_large and num_kept > 1)
 
     def prepare_alone(self, definition: str, shared: Future[LLMatcher]) -> Future[LLMatcher]:
         """Start to compile a grammar for one row, with the library's limit of states: those of
