@@ -275,6 +275,23 @@ async def test_a_response_has_items(tools: Http) -> None:
     assert (part["text"], part["logprobs"]) == ("ok", [])
 
 
+async def test_a_summary_stands_for_reasoning_without_content(tools: Http) -> None:
+    summary = [{"type": "summary_text", "text": "Why?"}]
+    content = [{"type": "reasoning_text", "text": "Because."}]
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "Why?"),
+        ({"content": []}, "Why?"),
+        ({"content": content}, "Because."),
+    )
+    for fields, text in cases:
+        reasoning = {"type": "reasoning", "id": "rs_1", "summary": summary, **fields}
+        output = [reasoning, {"role": "assistant", "content": "So."}]
+        sending = tools.start("/v1/responses", {"input": [USER, *output, USER]})
+        prompt = await write(tools, "ok")
+        assert f"<think>{text}</think>So." in prompt
+        assert (await sending).status_code == 200
+
+
 async def test_a_guided_call_that_is_cut_has_the_arguments_so_far(tools: Http) -> None:
     chat = {"messages": [USER], "tools": TOOLS}
     response = {"input": "a", "tools": RESPONSE_TOOLS}

@@ -50,15 +50,25 @@ class ReasoningText(HttpRequest):
     text: str
 
 
+class SummaryText(HttpRequest):
+    type: Literal["summary_text"]
+    text: str
+
+
 class InputReasoning(HttpRequest):
     """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: unsupported([]) = None  # type: ignore[valid-type]
+    # What other servers have of their reasoning; it stands for `content` where there is none.
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_MESSAGES)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] | None = None
     encrypted_content: unsupported() = None  # type: ignore[valid-type]
     status: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 def _check_is_whole(value: object) -> object:
@@ -108,7 +118,7 @@ def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
     for item in items:
         match item:
             case InputReasoning():
-                reasoning = "\n".join(part.text for part in item.content or ())
+                reasoning = item.text
             case InputMessage():
                 is_assistant = item.role == "assistant"
                 fields: dict[str, Any] = {"reasoning": reasoning} if is_assistant else {}
