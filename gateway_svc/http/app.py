@@ -70,10 +70,8 @@ def make_app(
 async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     failure = to_http(error, _NAMES.get(request.url.path))
-    headers = {} if failure.retry_after_s is None else {"retry-after": str(failure.retry_after_s)}
-    if failure.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return JSONResponse(failure.body, failure.status, headers)
+    headers = {"www-authenticate": "Bearer"} if failure.status == 401 else {}
+    return JSONResponse(failure.body, failure.status, {**failure.headers, **headers})
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -38,6 +38,9 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+# OpenAI's clients repeat a request after 409, 429 and 5xx, unless a header forbids it. After these
+# reasons it can only fail again, and one that crashes workers would crash as many again.
+_FINAL_REASONS = frozenset({"POISON", "REQUEST_ID_TAKEN", "TAKEN_OVER"})
 # Codes of OpenAI's API, for errors that it has too.
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
@@ -67,7 +70,8 @@ class HttpError:
 
     status: int
     body: dict[str, Any]
-    retry_after_s: int | None
+    # For clients that repeat requests.
+    headers: dict[str, str]
 
 
 def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
@@ -88,12 +92,18 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
         "param": param,
         "code": _CODES.get(reason, reason.lower()) or None,
     }
+    return HttpError(status, {"error": body}, _retry_headers(error, reason))
+
+
+def _retry_headers(error: RequestError, reason: str) -> dict[str, str]:
+    """When to repeat the request, in whole seconds, or that a client should not."""
+    if reason in _FINAL_REASONS:
+        return {"x-should-retry": "false"}
     retry = error.detail(error_details_pb2.RetryInfo)
-    retry_after_s = None
-    if retry is not None:
-        # The header has whole seconds.
-        retry_after_s = max(1, round(retry.retry_delay.ToTimedelta().total_seconds()))
-    return HttpError(status, {"error": body}, retry_after_s)
+    if retry is None:
+        return {}
+    retry_after_s = max(1, round(retry.retry_delay.ToTimedelta().total_seconds()))
+    return {"retry-after": str(retry_after_s)}
 
 
 def format_names(error: RequestError) -> dict[str, str]:

@@ -65,7 +65,7 @@ class GenerationResponse(Response):
             if writer.has_started:
                 await writer.abort(failure.body)
             else:
-                await writer.json(failure.status, failure.body, failure.retry_after_s)
+                await writer.json(failure.status, failure.body, failure.headers)
         except Exception:
             log.exception("a request failed unexpectedly")
             if writer.has_started:

@@ -97,7 +97,7 @@ class LiveRequests:
 
 async def _write(error: RequestError, send: Send) -> None:
     failure = to_http(error)
-    await ResponseWriter(send).json(failure.status, failure.body, failure.retry_after_s)
+    await ResponseWriter(send).json(failure.status, failure.body, failure.headers)
 
 
 def _counted(receive: Receive, held: HeldBytes) -> Receive:

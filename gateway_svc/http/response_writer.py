@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import orjson
@@ -63,16 +63,15 @@ class ResponseWriter:
         if self.has_started and is_idle:
             await self._write(_COMMENT)
 
-    async def json(self, status: int, body: Any, retry_after_s: int | None = None) -> None:
+    async def json(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> None:
         """Write an object as the whole response."""
         data = orjson.dumps(body)
-        headers = [
+        fixed = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(data)).encode()),
         ]
-        if retry_after_s is not None:
-            headers.append((b"retry-after", str(retry_after_s).encode()))
-        await self._start(status, headers)
+        others = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        await self._start(status, fixed + others)
         await self._send({"type": "http.response.body", "body": data})
 
     async def abort(self, error: Any) -> None:

@@ -6,8 +6,11 @@ import math
 import socket
 
 import grpc
+import openai
 import pytest
 from gateway_fake_scheduler import Delta, deltas
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2
 from http_client import Http
 from waiting import until
 
@@ -284,6 +287,39 @@ async def test_a_full_gateway_says_when_to_retry(
     response = await http.client.post("/v1/completions", json={"prompt": "x"})
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
     assert response.json()["error"]["code"] == "too_many_calls"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status"),
+    [
+        (grpc.StatusCode.INTERNAL, "POISON", 500),
+        (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_TAKEN", 409),
+        (grpc.StatusCode.INTERNAL, "ROW_FAILED", 500),
+    ],
+)
+async def test_clients_do_not_repeat_a_request_that_can_only_fail_again(
+    http: Http, code: grpc.StatusCode, reason: str, status: int
+) -> None:
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="quire"))
+    num_attempts = 0
+
+    async def refuse() -> None:
+        nonlocal num_attempts
+        for _ in range(3):
+            sent = await http.submission()
+            num_attempts += 1
+            http.stack.scheduler.fail(sent, code, details=[detail])
+
+    refusing = asyncio.create_task(refuse())
+    assert http.stack.gateway.http is not None
+    url = f"http://{http.stack.gateway.http.address}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=1) as client:
+        with pytest.raises(openai.APIStatusError) as raised:
+            await client.completions.create(model="tiny", prompt="The")
+    refusing.cancel()
+    assert (raised.value.status_code, raised.value.code) == (status, reason.lower())
+    assert num_attempts == (2 if reason == "ROW_FAILED" else 1)
 
 
 def test_positions_are_read_as_written() -> None:
