@@ -89,6 +89,11 @@ FORMATS = {
     "text": ({"response_format": {"type": "text"}}, None, None),
     "object": ({"response_format": {"type": "json_object"}}, "json_object", None),
     "schema": ({"response_format": json_schema(SCHEMA)}, "json_schema", SCHEMA),
+    "schema of huggingface_hub": (
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
+        "json_schema",
+        SCHEMA,
+    ),
     "strict schema": (
         {"response_format": json_schema(SCHEMA, strict=True, description="d")},
         "json_schema",
@@ -216,6 +221,11 @@ REFUSED_FORMATS = {
         "response_format.json_schema",
         "json_schema alone",
     ),
+    "value of a schema": (
+        {"response_format": {**json_schema(SCHEMA), "value": {}}},
+        "response_format.value",
+        "json_object alone",
+    ),
     "no json_schema": (
         {"response_format": {"type": "json_schema"}},
         "response_format.json_schema",
@@ -331,6 +341,11 @@ async def test_the_client_s_name_of_an_invalid_field(http: Http) -> None:
             "response_format.json_schema.schema",
         ),
         ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        (
+            {"response_format": {"type": "json_object", "value": SCHEMA}},
+            "json_schema",
+            "response_format.value",
+        ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", "structured_outputs.json"),
         ({"structured_outputs": {"regex": "("}}, "regex", "structured_outputs.regex"),
         (

@@ -202,6 +202,12 @@ def call(name: str, arguments: str, call_id: str = "c") -> dict[str, Any]:
         ),
         ({"tool_choice": "any"}, "tool_choice", "invalid_field"),
         ({"tool_choice": "required"}, "tool_choice", "no_tools"),
+        # huggingface_hub leaves the type out.
+        (
+            {"tool_choice": {"function": {"name": "x"}}, "tools": TOOLS},
+            "tool_choice.function.name",
+            "unknown_tool",
+        ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS},
             "tool_choice.function.name",

@@ -159,7 +159,8 @@ class SamplingFields(LogitsFields):
     def format_field(self) -> str:
         """The field with a format; empty if there is none."""
         if self.response_format is not None and self.response_format.type != "text":
-            return "response_format"
+            has_value = self.response_format.value is not None
+            return "response_format.value" if has_value else "response_format"
         return "" if self.structured_outputs is None else "structured_outputs"
 
     def _structured_output(self) -> structured_output_pb2.StructuredOutput | None:

@@ -21,6 +21,7 @@ RESPONSE_FORMAT_NAMES = {
     f"{_FIELD}.json_object": "response_format",
     f"{_FIELD}.structural_tag": "response_format",
 }
+OBJECT_FORMAT_NAMES = {_FIELD: "response_format", f"{_FIELD}.json_schema": "response_format.value"}
 STRUCTURED_OUTPUTS_NAMES = {
     _FIELD: "structured_outputs",
     f"{_FIELD}.json_schema": "structured_outputs.json",
@@ -33,6 +34,7 @@ TEXT_FORMAT_NAMES = {
 # By the field of the body.
 FORMAT_NAMES = {
     "response_format": RESPONSE_FORMAT_NAMES,
+    "response_format.value": OBJECT_FORMAT_NAMES,
     "structured_outputs": STRUCTURED_OUTPUTS_NAMES,
     "text": TEXT_FORMAT_NAMES,
 }
@@ -53,12 +55,18 @@ class OutputFormat(HttpRequest):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    # The schema of a `json_object`, as huggingface_hub sends it: text-generation-inference's form.
+    value: JsonSchema | None = None
     structures: list[JsonObject] | None = None
     triggers: list[str] | None = None
     format: JsonObject | None = None
 
     def to_proto(self) -> structured_output_pb2.StructuredOutput | None:
         """None for text."""
+        if self.value is not None and self.type != "json_object":
+            raise invalid(
+                "response_format.value", "INVALID_FIELD", "is for the type json_object alone"
+            )
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise invalid("response_format.json_schema", "MISSING_FIELD", "is required")
@@ -79,6 +87,8 @@ class OutputFormat(HttpRequest):
             raise invalid(
                 f"response_format.{name}", "INVALID_FIELD", "is for the type structural_tag alone"
             )
+        if self.value is not None:
+            return of_schema("response_format.value", self.value)
         return any_object() if self.type == "json_object" else None
 
 

@@ -42,7 +42,8 @@ class FunctionName(HttpRequest):
 
 
 class NamedTool(HttpRequest):
-    type: Literal["function"]
+    # huggingface_hub leaves it out.
+    type: Literal["function"] = "function"
     function: FunctionName
 
 
