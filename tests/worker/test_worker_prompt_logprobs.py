@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from tiny_models import FAMILIES, VOCAB_SIZE, save_model
-from transformers import AutoModelForCausalLM
+from tiny_models import FAMILIES, SMALL, VOCAB_SIZE, save_model
+from transformers import AutoModelForCausalLM, Llama4TextConfig, OPTConfig, PretrainedConfig
 from worker_driver import (
     LOGPROBS_TOLERANCE,
     STEPS_QUEUE_UP,
@@ -135,6 +135,29 @@ async def test_they_are_those_of_transformers(
             )
             for token, logprob, _ in (own, *top):
                 assert logprob == pytest.approx(line[token].item(), abs=_TOLERANCE)
+
+
+# Their heads read another module than the base model of transformers: a part of it, or one whose
+# name is not the prefix of the class.
+_OTHER_HEADS = [
+    OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False),
+    Llama4TextConfig(
+        **{**SMALL, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+        **{"attn_temperature_tuning": False, "layer_types": ["full_attention"] * 2},
+    ),
+]
+
+
+@pytest.mark.parametrize("config", _OTHER_HEADS, ids=lambda config: config.model_type)
+async def test_the_head_may_read_any_module(config: PretrainedConfig, tmp_path: Path) -> None:
+    model = save_model(config, tmp_path)
+    async with served_model(model) as worker:
+        rows = await run_chunks(worker, [asking(0, 3, _PROMPT)], 7)
+    expected = reference(model, _PROMPT)
+    assert sorted(rows[0]) == list(range(1, len(_PROMPT)))
+    for index, entries in rows[0].items():
+        for token, logprob, _ in entries:
+            assert logprob == pytest.approx(expected[index - 1][token].item(), abs=_TOLERANCE)
 
 
 def test_the_logits_of_a_slice_have_a_bounded_size() -> None:

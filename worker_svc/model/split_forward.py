@@ -17,7 +17,7 @@ def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalSt
     if isinstance(forward, FusedForward):
         states = forward.states(input_ids.unsqueeze(0), positions.unsqueeze(0))
         return FinalStates(states[0], forward.head)
-    base = network.base_model
+    base = _body(network)
     outputs: list[Any] = []
     base_forward = base.forward
 
@@ -31,7 +31,7 @@ def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalSt
     output = outputs[0]
 
     def head(states: Tensor) -> Tensor:
-        """What follows the base model in the network's own code: the head, and caps or scales."""
+        """What follows that module in the network's own code: the head, and caps or scales."""
         num_tokens = states.shape[1]
         given = type(output)(last_hidden_state=states)
         with _replaced_forward(base, lambda *args, **named: given):
@@ -43,6 +43,13 @@ def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalSt
         return logits
 
     return FinalStates(output.last_hidden_state[0], head)
+
+
+def _body(network: Any) -> Any:
+    """The module whose hidden states the head reads: of OPT a part of the base model. Llama 4 has
+    none of the name that transformers takes for the base model."""
+    decoder = network.get_decoder()
+    return network.model if decoder is network else decoder
 
 
 @contextmanager
