@@ -6,7 +6,8 @@ computes it differently keeps its own code.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature, unwrap
@@ -26,8 +27,12 @@ log = structlog.get_logger()
 
 # Largest difference, relative to the largest number: a few rounding errors.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# The same where rows are rounded to 8 bits before they are multiplied: a rounding error that moves
-# a number over a step changes the result by more.
+# Largest difference of activations, relative to the larger of input and result: two roundings of
+# the type that they are used in, or half a step of rows that are rounded to 8 bits.
+_ACTIVATION_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+_ROUNDED_ACTIVATION_TOLERANCE = 1 / 254
+# As the first where rows are rounded to 8 bits before they are multiplied: a rounding error that
+# moves a number over a step changes the result by more.
 ROUNDED_TOLERANCE = 0.02
 _ROTATION = "apply_rotary_pos_emb"  # its name in all models of transformers
 
@@ -108,10 +113,55 @@ def _fuse_gate(module: nn.Module, implementation: Implementation) -> bool:
     tolerance = ROUNDED_TOLERANCE if is_quantized(gate, up, down) else 0.0
     for activation in Activation:
         mlp = GatedMlp(gate, up, down, activation, implementation)
-        if _agree(module, mlp, states, at_least=tolerance):
+        if _has_activation(module, mlp) and _agree(module, mlp, states, at_least=tolerance):
             module.forward = mlp
             return True
     return False
+
+
+def _has_activation(module: nn.Module, mlp: GatedMlp) -> bool:
+    """Whether both compute the same between the products, over the whole range of gates and values:
+    activations may have limits. Products and the roundings of 16 bits would hide a difference, so
+    the products are left out, and the numbers are in float32."""
+    weight = mlp.gate.get_parameter("weight")
+    gates = torch.linspace(-30, 30, 1025, device=weight.device).unsqueeze(0)
+    values = gates.flip(-1)
+    products = ((mlp.gate, lambda _: gates), (mlp.up, lambda _: values), (mlp.down, _unchanged))
+    try:
+        with ExitStack() as stack:
+            for layer, forward in products:
+                stack.enter_context(replaced_forward(layer, forward))
+            own, other = module(gates), mlp(gates)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    except Exception as error:  # Compilers of kernels have classes of their own for theirs.
+        log.warning("a part of the model keeps its own code", reason=repr(error))
+        return False
+    if not isinstance(own, Tensor) or own.shape != other.shape:
+        return False
+    tolerance = _ACTIVATION_TOLERANCE.get(weight.dtype, 0.0)
+    if is_quantized(mlp.gate, mlp.up, mlp.down):
+        tolerance = max(tolerance, _ROUNDED_ACTIVATION_TOLERANCE)
+    bound = tolerance * torch.maximum(own.abs(), values.abs())
+    return bool(((own - other).abs() <= bound).all())
+
+
+def _unchanged(states: Tensor) -> Tensor:
+    return states
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Give a module another forward pass within the context."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def is_quantized(*layers: nn.Module) -> bool:

@@ -1,12 +1,11 @@
 """A forward pass in two parts: the final hidden states of all tokens, and the head, which gives the
 logits of any of them. So logits of many tokens are computed in slices."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from worker_svc.model.elementwise_fusion import replaced_forward
 from worker_svc.model.fused_forward import FusedForward
 from worker_svc.model.served_model import FinalStates
 
@@ -26,7 +25,7 @@ def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalSt
         return outputs[0]
 
     arguments = {"use_cache": False, "logits_to_keep": input_ids.new_zeros(0)}
-    with _replaced_forward(base, record):
+    with replaced_forward(base, record):
         network(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), **arguments)
     output = outputs[0]
 
@@ -34,7 +33,7 @@ def split_forward(network: Any, input_ids: Tensor, positions: Tensor) -> FinalSt
         """What follows that module in the network's own code: the head, and caps or scales."""
         num_tokens = states.shape[1]
         given = type(output)(last_hidden_state=states)
-        with _replaced_forward(base, lambda *args, **named: given):
+        with replaced_forward(base, lambda *args, **named: given):
             logits: Tensor = network(
                 input_ids=input_ids[:num_tokens].unsqueeze(0),
                 position_ids=positions[:num_tokens].unsqueeze(0),
@@ -50,16 +49,3 @@ def _body(network: Any) -> Any:
     none of the name that transformers takes for the base model."""
     decoder = network.get_decoder()
     return network.model if decoder is network else decoder
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
