@@ -73,6 +73,22 @@ def test_replacing_parts_of_one_model_leaves_another_unchanged(
 
 
 @pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "num_gates"),
+    # Those that are close to another one, or differ from it beyond a limit only, stay as they are.
+    [("silu", 3), ("gelu_pytorch_tanh", 3), ("quick_gelu", 0), ("gelu_10", 0), ("relu", 0)],
+)
+def test_only_gates_with_the_activation_of_a_kernel_are_replaced(
+    implementation: Implementation, dtype: torch.dtype, activation: str, num_gates: int
+) -> None:
+    config = FAMILIES["llama"]()
+    config.hidden_act = activation
+    model = random_network(config).to(dtype)
+    assert fuse(model, implementation)["gates"] == num_gates
+
+
+@pytest.mark.parametrize("implementation", cpp_implementations()[-1:])
 def test_in_half_precision(implementation: Implementation) -> None:
     model = random_network(FAMILIES["qwen3"]()).to(torch.bfloat16)
     before = random_logits(model)
