@@ -87,6 +87,7 @@ class Generator:
         self._model = model
         # Of the current call.
         self._wild = 0.0
+        self._is_within_many = False
         self._methods = [method for service in SERVICES for method in service.methods]
         # Requests of several types, to be spliced into each other.
         self._recent: list[bytes] = [b""]
@@ -133,13 +134,16 @@ class Generator:
             for _ in range(rng.choice((1, 2, 3, 17))):
                 getattr(message, field.name)[self._scalar(key)] = self._scalar(value)
         elif field.is_repeated:
-            count = 5000 if self._is_wild() and rng.random() < 0.2 else rng.choice((1, 2, 3, 17))
-            for _ in range(count):
+            # Not within each other: a message has at most 2 GiB.
+            is_many = not self._is_within_many and self._is_wild() and rng.random() < 0.2
+            self._is_within_many |= is_many
+            for _ in range(5000 if is_many else rng.choice((1, 2, 3, 17))):
                 values = getattr(message, field.name)
                 if field.message_type is not None:
                     values.add().CopyFrom(self._message(field.message_type, depth + 1))
                 else:
                     values.append(self._scalar(field))
+            self._is_within_many &= not is_many
         elif field.message_type is not None:
             getattr(message, field.name).CopyFrom(self._message(field.message_type, depth + 1))
         else:
