@@ -61,7 +61,8 @@ def test_images_declare_stop_signal_and_health_check(images: dict[str, str], ser
     config = inspected(images[service])["Config"]
     assert config["StopSignal"] == "SIGTERM"
     # Checks only the process; compose checks its dependencies.
-    assert config["Healthcheck"]["Test"][-2:] == ["--service", ""]
+    probe = ["python", "-m", "quire.probe", "127.0.0.1:50060", ""]
+    assert config["Healthcheck"]["Test"] == ["CMD", *probe]
 
 
 def test_a_change_of_code_is_one_layer(
