@@ -339,40 +339,13 @@ def test_a_grammar_whose_states_are_used_up_is_not_kept(guide: Guide) -> None:
     assert compiler.prepare(grammar) is shared
 
 
-def test_what_is_not_kept_and_no_row_waits_for_is_not_compiled(
-    guide: Guide, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of requests that are cancelled faster than their grammars compile."""
+def _held_compiler(
+    guide: Guide, monkeypatch: pytest.MonkeyPatch, **options: int
+) -> tuple[GrammarCompiler, list[str], threading.Event, threading.Event]:
+    """A compiler of one thread, the definitions that it has compiled, and events: it has begun, and
+    it may go on."""
     monkeypatch.setattr(compiler_module, "_NUM_THREADS", 1)
     vocabulary = replace(guide.vocabulary)
-    compiler = GrammarCompiler(vocabulary, max_grammars=2)
-    compiled, has_begun, may_go_on = list[str](), threading.Event(), threading.Event()
-
-    def compile_when_allowed(
-        used: GrammarVocabulary, definition: str, max_lexer_states: int | None = None
-    ) -> LLMatcher:
-        if used is vocabulary:
-            has_begun.set()
-            may_go_on.wait()
-            compiled.append(definition)
-        return LLMatcher(used.tokenizer, definition)
-
-    monkeypatch.setattr(GrammarVocabulary, "compile", compile_when_allowed)
-    grammars = [Grammar(LLMatcher.grammar_from_lark(f'start: "{text}"')) for text in "abcdef"]
-    compiler.prepare(grammars[0])
-    assert has_begun.wait(10)
-    waited_for = compiler.prepare(grammars[1])
-    kept = [compiler.prepare(grammar) for grammar in grammars[2:]][-2:]
-    may_go_on.set()
-    wait([waited_for, *kept], 10)
-    assert compiled == [grammars[at].definition for at in (0, 1, 4, 5)]
-
-
-def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar that several of them need is compiled once, when the first one is served."""
-    monkeypatch.setattr(compiler_module, "_NUM_THREADS", 1)
-    vocabulary = replace(guide.vocabulary)
-    compiler = GrammarCompiler(vocabulary)
     compiled, has_begun, may_go_on = list[str](), threading.Event(), threading.Event()
 
     def compile_when_allowed(
@@ -386,6 +359,27 @@ def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.Mon
         return LLMatcher(used.tokenizer, definition)
 
     monkeypatch.setattr(GrammarVocabulary, "compile", compile_when_allowed)
+    return GrammarCompiler(vocabulary, **options), compiled, has_begun, may_go_on
+
+
+def test_what_is_not_kept_and_no_row_waits_for_is_not_compiled(
+    guide: Guide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests that are cancelled faster than their grammars compile."""
+    compiler, compiled, has_begun, may_go_on = _held_compiler(guide, monkeypatch, max_grammars=2)
+    grammars = [Grammar(LLMatcher.grammar_from_lark(f'start: "{text}"')) for text in "abcdef"]
+    compiler.prepare(grammars[0])
+    assert has_begun.wait(10)
+    waited_for = compiler.prepare(grammars[1])
+    kept = [compiler.prepare(grammar) for grammar in grammars[2:]][-2:]
+    may_go_on.set()
+    wait([waited_for, *kept], 10)
+    assert compiled == [grammars[at].definition for at in (0, 1, 4, 5)]
+
+
+def test_principals_are_served_round_robin(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that several of them need is compiled once, when the first one is served."""
+    compiler, compiled, has_begun, may_go_on = _held_compiler(guide, monkeypatch)
     waiting = [("x", "0"), ("x", "1"), ("x", "2"), ("x", "3"), ("y", "3"), ("y", "4"), ("z", "5")]
     grammars = [
         Grammar(LLMatcher.grammar_from_lark(f'start: "{text}"'), principal=principal)
