@@ -334,6 +334,8 @@ class Sequence:
             sequence.num_lookahead_tokens = self.group.params.lookahead_with(lookahead)
             sequence.lane_incarnation = incarnation
             sequence.last_incarnation = incarnation or sequence.last_incarnation
+            # Each lane counts its own steps.
+            sequence.last_step = 0
 
     def reset_blocks(self) -> None:
         """Forget its blocks: nothing of it is on a worker any more."""

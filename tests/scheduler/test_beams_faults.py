@@ -150,8 +150,10 @@ async def test_a_finished_search_is_sent_again(redis_url, sockets):
         await check_outputs(gateway)
 
 
-async def test_a_drained_worker_gives_its_searches_to_another(redis_url, sockets):
-    workers = {"a": beam_worker(1, num_blocks=128), "b": beam_worker(2, num_blocks=128)}
+@pytest.mark.parametrize("num_stages", [1, 3])
+async def test_a_drained_worker_gives_its_searches_to_another(redis_url, sockets, num_stages):
+    model = {"num_blocks": 128, "num_stages": num_stages}
+    workers = {"a": beam_worker(1, **model), "b": beam_worker(2, **model)}
     async with running_stack(redis_url, sockets, dict(workers)) as stack:
         received = await running_search(stack, 6)
         busy = next(worker for worker in workers.values() if worker.plans)
@@ -159,6 +161,47 @@ async def test_a_drained_worker_gives_its_searches_to_another(redis_url, sockets
         await check_outputs(stack.gateways[0])
         assert received.is_whole
         assert all(worker.plans for worker in workers.values())
+
+
+async def test_a_search_moves_again_before_it_has_forked(redis_url, sockets):
+    """The steps of the first worker, of a higher number, are not those of the second one."""
+    workers = [beam_worker(incarnation, num_blocks=128) for incarnation in range(1, 4)]
+    async with running_stack(redis_url, sockets, dict(zip("abc", workers, strict=True))) as stack:
+        received = await running_search(stack, 6)
+        first, *others = sorted(workers, key=lambda worker: -len(worker.plans))
+        for worker in others:
+            worker.gate.clear()
+        first.drain()
+        await until(lambda: any(worker.is_held_back for worker in others), "the search to move")
+        next(worker for worker in others if worker.is_held_back).drain()
+        for worker in others:
+            worker.gate.set()
+        await check_outputs(stack.gateways[0])
+        assert received.is_whole
+        assert all(worker.plans for worker in workers)
+
+
+async def test_beams_that_have_moved_wait_for_prompts_in_stages(redis_url, sockets):
+    workers = [beam_worker(incarnation, num_blocks=128, num_stages=2) for incarnation in (1, 2)]
+    async with running_stack(
+        redis_url,
+        sockets,
+        dict(zip("ab", workers, strict=True)),
+        batch_policy="prefill_first",
+    ) as stack:
+        received = await running_search(stack, 25)
+        first, second = sorted(workers, key=lambda worker: -len(worker.plans))
+        second.gate.clear()
+        first.drain()
+        await until(lambda: second.is_held_back, "the search to move")
+        # Prompts precede the beams when these are forked.
+        for tag in range(1, 5):
+            await stack.gateways[0].submit(prompt(40, tag), 1)
+        lane = stack.engine.lanes[second.hello.incarnation]
+        await until(lambda: lane.assigned, "prompts that wait")
+        second.gate.set()
+        await check_outputs(stack.gateways[0])
+        assert received.is_whole
 
 
 def distinct_prefixes(paths: list[list[int]], block_size: int) -> int:
