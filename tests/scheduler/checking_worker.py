@@ -199,6 +199,10 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self._stream is not None:
             self._send_heartbeat(self._stream)
 
+    def stop_draining(self) -> None:
+        """Take requests again, on the next stream."""
+        self.hello.draining = False
+
     async def Identify(  # noqa: N802
         self, request: worker_pb2.IdentifyRequest, context: _Context
     ) -> worker_pb2.IdentifyResponse:

@@ -317,6 +317,7 @@ class Load:
     async def finish(self) -> None:
         """Wait until every request is over. Fails if there is no progress before that."""
         for worker in self.workers:
+            worker.stop_draining()
             worker.gate.set()
         seen, moved_at = -1, time.monotonic()
         while self.open:

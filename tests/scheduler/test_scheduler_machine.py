@@ -24,6 +24,10 @@ from scheduler_load import FAILING, Load, Request, worker_name
 from scheduler_stack import Stack, running_stack
 
 from scheduler_svc.lane import multi_step
+from scheduler_svc.lane.loop import LaneLoop
+from scheduler_svc.lane.steps.step import Step
+
+_decide = LaneLoop._decide
 
 LENGTHS = st.one_of(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17]), st.integers(1, 63))
 # Some of these fail.
@@ -191,6 +195,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             worker = CheckingWorker(next(self.incarnations), **self.pools[which])
             self.drive(self.load.replace_worker(which, worker))
 
+    @rule(which=st.integers(0, 2))
+    def drain_worker(self, which: int) -> None:
+        """Its requests go to other workers, if there are any."""
+        self.workers[which % len(self.workers)].drain()
+
+    @rule(which=st.integers(0, 2))
+    def stop_draining(self, which: int) -> None:
+        self.workers[which % len(self.workers)].stop_draining()
+
     @rule(drained=st.sampled_from([*[None] * 9, True, False]))
     def replace_leader(self, drained: bool | None) -> None:
         if drained is not None:
@@ -223,9 +236,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         return requests[which % len(requests)] if requests else None
 
 
+def _assert_steps_are_known(loop: LaneLoop) -> None:
+    """Assert that everything that waits for a result has a plan in flight."""
+    table, in_flight, lane = loop._table, loop.in_flight.sequences, loop._worker.incarnation
+    waiting = [*table.rows, *table.awaiting_results]
+    waiting += [sequence for group in table.swapped for sequence in group.sequences]
+    late = [one for one in waiting if one.last_step > table.completed_step]
+    # The first beam stands for a search that awaits results.
+    flying = {one.group if one.is_beam else one for one in in_flight}
+    unknown = [one for one in late if (one.group if one.is_beam else one) not in flying]
+    unknown += [row for row in table.rows_in_flight() if row not in in_flight]
+    groups = {one.group: None for one in (*waiting, *table.assigned)}
+    here = [one for group in groups for one in group.sequences if one.lane_incarnation == lane]
+    unknown += [one for one in here if one.last_step > loop._pool.last_step]
+    assert not unknown, [(one.sequence_id, one.last_step) for one in unknown]
+
+
+def _checking_decide(loop: LaneLoop, *args: Any) -> Step:
+    _assert_steps_are_known(loop)
+    return _decide(loop, *args)
+
+
 def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile: object) -> None:
     # Plans of several rounds, however recent the last arrival is.
-    with asyncio.Runner() as runner, patch.object(multi_step, "_SHARE", 1000):
+    with (
+        asyncio.Runner() as runner,
+        patch.object(multi_step, "_SHARE", 1000),
+        patch.object(LaneLoop, "_decide", _checking_decide),
+    ):
         SchedulerMachine.runner = runner
         SchedulerMachine.redis_url = redis_url
         SchedulerMachine.directories = directories
