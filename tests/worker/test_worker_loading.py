@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MAX_MODEL_LEN, SMALL, gemma2, gpt2, llama, save_model
 from transformers import (
     BloomConfig,
+    DeepseekV32Config,
     DogeConfig,
     DoryConfig,
     FalconMambaConfig,
@@ -122,6 +123,17 @@ def test_refuses_masks_that_depend_on_the_values(tmp_path: Path) -> None:
     """Of a family whose attention functions are in a mapping of its own."""
     save_model(DogeConfig(**SMALL), tmp_path)
     with pytest.raises(ModelError, match="DogeForCausalLM: DogeAttention requires an attention"):
+        load(tmp_path)
+
+
+def test_refuses_attention_to_selected_keys(tmp_path: Path) -> None:
+    """Its layers are of another type by default, which is refused by its name."""
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    index = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+    layers = {"layer_types": ["full_attention"] * 2, "v_head_dim": 8, "moe_intermediate_size": 16}
+    save_model(DeepseekV32Config(**SMALL, **sizes, **experts, **index, **layers), tmp_path)
+    with pytest.raises(ModelError, match=r"DeepseekV32ForCausalLM: .*Attention selects the keys"):
         load(tmp_path)
 
 

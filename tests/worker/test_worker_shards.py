@@ -168,6 +168,11 @@ def test_refuses_models_without_a_known_split(kind: str) -> None:
         rules_of(AutoConfig.for_model(kind))
 
 
+def test_refuses_a_width_per_layer_by_the_type() -> None:
+    with pytest.raises(WrongSettingError, match="no split is known of models of type gemma3n_text"):
+        narrow_config(AutoConfig.for_model("gemma3n_text"), Shard(0, 2))
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2"])
 def test_splits_models_by_the_plans_of_transformers(kind: str) -> None:
     assert rules_of(AutoConfig.for_model(kind))

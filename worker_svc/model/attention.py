@@ -120,6 +120,11 @@ class LayerProbe:
     ) -> tuple[Tensor, None]:
         if unused.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{type(module).__name__} attends to later tokens")
+        if unused.get("indices") is not None:
+            # Of DeepSeek V3.2 and those after it, from keys of another cache.
+            raise UnsupportedModelError(
+                f"{type(module).__name__} selects the keys that it attends to (sparse attention)"
+            )
         if attention_mask is not None:
             self._check_mask(type(module).__name__, attention_mask, sliding_window)
         self._windows.add(sliding_window)

@@ -47,7 +47,10 @@ def _is_dense(plan: dict[str, str]) -> bool:
 
 
 def narrow_config(config: Any, shard: Shard) -> Any:
-    """The config of a shard. WrongSettingError if the ranks do not divide the model."""
+    """The config of a shard. WrongSettingError if the ranks do not divide the model, or if it
+    cannot be split."""
+    # Others may have a width per layer.
+    rules_of(config)
     narrow = deepcopy(config)
     num_heads, num_kv_heads = num_heads_of(config)
     _require_divisible("query heads", num_heads, shard)
