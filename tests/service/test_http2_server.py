@@ -725,6 +725,16 @@ async def test_an_address_in_use_is_reported(sockets: Path) -> None:
         Server(Limits(1)).bind(f"unix:{sockets}/file", None)
 
 
+async def test_an_address_that_is_bound_twice_is_reported() -> None:
+    first, second = Server(Limits(1)), Server(Limits(1))
+    port = first.bind("127.0.0.1:0", None)
+    second.bind(f"127.0.0.1:{port}", None)
+    await first.start()
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        await second.start()
+    await first.stop(None)
+
+
 async def test_the_socket_of_a_server_that_was_killed_is_replaced(sockets: Path) -> None:
     path = sockets / "a.sock"
     with socket.socket(socket.AF_UNIX) as killed:

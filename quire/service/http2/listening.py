@@ -3,6 +3,8 @@
 import os
 import socket
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from quire.service.addresses import host
@@ -12,18 +14,25 @@ _UNIX: Final = "unix:"
 WILDCARDS: Final = frozenset({"0.0.0.0", "::"})
 
 
+@contextmanager
+def naming_address(listen: str) -> Iterator[None]:
+    """Name the address in an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot listen on {listen}: {error.strerror or error}") from error
+
+
 def bind(listen: str) -> list[socket.socket]:
     """Bind `host:port` or `unix:/path`: a socket for each address of the host, all with the same
     port; port 0 is a free one. OSError if there is none."""
-    try:
+    with naming_address(listen):
         if listen.startswith(_UNIX):
             return [_bind_unix(listen.removeprefix(_UNIX))]
         port = int(listen.rpartition(":")[2])
         if host(listen) in WILDCARDS and socket.has_dualstack_ipv6():
             return [_bind_wildcard(port)]
         return _bind_all(host(listen), port)
-    except OSError as error:
-        raise OSError(f"cannot listen on {listen}: {error.strerror or error}") from error
 
 
 def _bind_unix(path: str) -> socket.socket:

@@ -15,7 +15,7 @@ import grpc
 
 from quire.service.http2.accepting import Acceptor
 from quire.service.http2.limits import Limits
-from quire.service.http2.listening import bind
+from quire.service.http2.listening import bind, naming_address
 from quire.service.http2.server_call import Handler, Metadata
 from quire.service.http2.server_connection import LINGER_S, ServerConnection
 from quire.service.http2.unread import UnreadMessages
@@ -56,7 +56,7 @@ class Server(grpc.aio.Server):
         self._interceptor = interceptor
         self._handlers: list[grpc.GenericRpcHandler] = []
         # Not listening yet, and how the handshakes are made.
-        self._bound: list[tuple[socket, ssl.SSLContext | None]] = []
+        self._bound: list[tuple[str, socket, ssl.SSLContext | None]] = []
         self._connections: set[ServerConnection] = set()
         self._acceptor = Acceptor(
             self._connection,
@@ -81,7 +81,7 @@ class Server(grpc.aio.Server):
         is_unix = listen.startswith("unix:")
         context = None if certificates is None or is_unix else certificates.ssl_context()
         bound = bind(listen)
-        self._bound += [(one, context) for one in bound]
+        self._bound += [(listen, one, context) for one in bound]
         if is_unix:
             self._unix_paths.append(Path(bound[0].getsockname()))
             return 1
@@ -94,8 +94,10 @@ class Server(grpc.aio.Server):
         raise NotImplementedError("gRPC's credentials have no files; `bind` takes certificates")
 
     async def start(self) -> None:
-        for bound, context in self._bound:
-            self._acceptor.listen(bound, context)
+        """OSError if another server listens on an address, which may have been bound twice."""
+        for listen, bound, context in self._bound:
+            with naming_address(listen):
+                self._acceptor.listen(bound, context)
 
     async def stop(self, grace: float | None) -> None:
         """Accept nothing more, and let the calls in progress end for at most `grace` seconds; then
