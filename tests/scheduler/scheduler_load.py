@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import redis
 from beam_requests import ReceivedSearch, submit_search
-from checking_worker import CheckingWorker, token_at
+from checking_worker import Broken, CheckingWorker, token_at
 from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoice, Stack, info_of
 from waiting import until
 
-from quire.internal.v1 import scheduler_pb2
+from quire.internal.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.core.crashes import MAX_CONCLUSIVE
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine.engine import Engine
@@ -19,8 +19,8 @@ INVALID_ARGUMENT, FAILED_PRECONDITION = 3, 9
 
 # Choices of these (seed, choice) fail when they sample.
 FAILING = ((900_000, 0), (900_001, 1))
-# A request refused with one of these is submitted again.
-PASSING = ("REDIS_AWAY", "LEAD_ENDS")
+# A request refused with one of these is submitted again; the last one if Redis was emptied.
+PASSING = ("REDIS_AWAY", "LEAD_ENDS", "UNKNOWN_REQUEST")
 
 WATCHDOG_S = 8.0
 POLL_S = 0.002
@@ -272,6 +272,25 @@ class Load:
         _add_failing_seeds(successor)
         self.workers[index] = successor
         await self.stack.start_worker(name, successor)
+
+    def lose_result(self, index: int) -> None:
+        """Let a worker break its stream after its next step, without the result. The process stays,
+        with its cache."""
+        worker = self.workers[index]
+
+        def lose(result: worker_pb2.StepResult) -> None:
+            worker.distort = lambda result: None
+            for request in self.open:
+                request.num_lost_workers += 1
+            raise Broken
+
+        worker.distort = lose
+
+    async def move_stream(self, request: Request, gateway: int, client_gone: bool) -> None:
+        """Detach a request, and attach to it at a gateway, which may be the same one."""
+        await self.gateways[request.gateway].detach(request.attachment, client_gone)
+        request.gateway, stream = gateway, self.gateways[gateway]
+        request.received = stream.received[await stream.attach_again(request.received)]
 
     async def replace_leader(self, drained: bool) -> None:
         """Kill or drain the leader; a standby that is already running takes over."""

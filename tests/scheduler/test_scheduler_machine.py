@@ -90,6 +90,8 @@ def scheduler_settings(draw: st.DrawFn) -> dict[str, object]:
         "max_num_partial_prefills": draw(st.sampled_from([None, 1, 2])),
         "max_long_partial_prefills": draw(st.sampled_from([None, 1])),
         "enable_prefix_caching": draw(st.booleans()),
+        # Each check ends the steady state of a lane.
+        "check_every_step": draw(st.booleans()),
         "num_lookahead_slots": draw(st.sampled_from([0, 0, 1, 5])),
         "placement": draw(st.sampled_from(["least_work", "round_robin"])),
     }
@@ -183,6 +185,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if num_tokens:
                 self.drive(self.load.cut(request, choice, max(1, num_tokens - back)))
 
+    @rule(which=st.integers(0, 20), gateway=st.integers(0, 1), client_gone=st.booleans())
+    def move_stream(self, which: int, gateway: int, client_gone: bool) -> None:
+        known = [request for request in self.load.open if request.received.accepted]
+        if request := self._pick(known, which):
+            self.drive(self.load.move_stream(request, gateway, client_gone))
+
     @rule(gateway=st.sampled_from([*[None] * 9, 0, 1]))
     def replace_gateway(self, gateway: int | None) -> None:
         if gateway is not None:
@@ -194,6 +202,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             which %= len(self.workers)
             worker = CheckingWorker(next(self.incarnations), **self.pools[which])
             self.drive(self.load.replace_worker(which, worker))
+
+    @rule(which=st.sampled_from([*[None] * 4, 0, 1, 2]))
+    def lose_result(self, which: int | None) -> None:
+        if which is not None:
+            self.load.lose_result(which % len(self.workers))
 
     @rule(which=st.integers(0, 2))
     def drain_worker(self, which: int) -> None:
