@@ -98,7 +98,10 @@ class _TenantEntry(_Entry):
 class _Loader(yaml.SafeLoader):
     """Refuses a field that is given twice; YAML libraries use the last one silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            # By a tag, such as !!set.
+            raise yaml.constructor.ConstructorError(None, None, "must have fields", node.start_mark)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         counts = Counter(key.value for key in keys)
         for key in keys:

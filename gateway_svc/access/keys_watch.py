@@ -34,26 +34,37 @@ class KeysWatch:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
-            await loop.run_in_executor(None, self.poll)
+            try:
+                await loop.run_in_executor(None, self.poll)
+            except Exception as error:
+                # Such as memory or a thread that the system refuses. Only the type of an error in
+                # the parser is logged: its message may have a part of the file.
+                self._fail(f"the file was not read: {type(error).__name__}")
 
     def poll(self) -> None:
         """Read the file again if it has changed, or could not be read, as while the process has no
         file left to open. An error is logged once."""
+        # Before the file is read: a change during the reading is seen by the next poll.
         version = file_version(self._path)
         if version == self._version and not self._failure:
             return
-        # Before the file is read: a change during the reading is seen by the next poll.
-        self._version = version
-        last_failure, self._failure = self._failure, ""
         try:
             tenants = read_keys_file(self._path)
-        except KeysFileError as error:
-            if isinstance(error, KeysFileUnreadableError):
-                self._failure = str(error)
-            if str(error) != last_failure:
-                log.error("keys file not reloaded", reason=str(error))
+        except KeysFileUnreadableError as error:
+            self._fail(str(error))
             return
+        except KeysFileError as error:
+            self._version, self._failure = version, ""
+            log.error("keys file not reloaded", reason=str(error))
+            return
+        self._version, self._failure = version, ""
         self.authentication.replace(tenants)
         log.info("keys file reloaded", keys=len(tenants))
         if not tenants:
             log.warning("the keys file has no keys", effect="every call is refused")
+
+    def _fail(self, reason: str) -> None:
+        """Let the next poll read the file again, even if it does not change."""
+        if reason != self._failure:
+            self._failure = reason
+            log.error("keys file not reloaded", reason=reason)

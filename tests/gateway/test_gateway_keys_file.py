@@ -4,7 +4,9 @@ import asyncio
 import os
 import resource
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -84,6 +86,8 @@ def test_a_tenant_without_fields_has_no_limits() -> None:
         ("- {name: a, weight: !!float x}", "line 1: not a valid value"),
         ("- {name: a, admin: !!bool x}", "line 1: not a valid value"),
         ("- !!timestamp x", "line 1: not a valid value"),
+        ("- name: a\n- !!set x", "line 2: must have fields"),
+        ("- !!map [x]", "line 1: must have fields"),
         (f"- {{name: a, weight: {'9' * 5000}}}", "line 1: not a valid value"),
         ("[" * 2000, "it is nested too deeply"),
         (
@@ -200,6 +204,37 @@ async def test_changes_are_read_and_an_invalid_file_keeps_the_former_keys(tmp_pa
     events = ["keys file reloaded", "keys file not reloaded"] * 2
     assert [one["event"] for one in logs] == events
     assert FIRST not in str(logs)
+
+
+async def test_the_file_is_still_watched_after_the_system_has_refused_a_thread(
+    tmp_path: Path,
+) -> None:
+    class Lacking(ThreadPoolExecutor):
+        num_refusals = 3
+
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            self.num_refusals -= 1
+            if self.num_refusals >= 0:
+                raise RuntimeError("can't start new thread")
+            return super().submit(*args, **kwargs)
+
+    path = tmp_path / "keys.yaml"
+    path.write_text(entry("a", FIRST))
+    watch = KeysWatch(path)
+    asyncio.get_running_loop().set_default_executor(Lacking(1))
+    path.write_text("[]")
+    with capture_logs() as logs:
+        watching = asyncio.create_task(watch.run())
+        await until(lambda: len(logs) == 3, "the file to be read")
+        watching.cancel()
+    assert [one["event"] for one in logs] == [
+        "keys file not reloaded",
+        "keys file reloaded",
+        "the keys file has no keys",
+    ]
+    assert logs[0]["reason"] == "the file was not read: RuntimeError"
+    with pytest.raises(RequestError, match="unknown or was removed"):
+        watch.authentication.authenticate(f"Bearer {FIRST}")
 
 
 def test_the_documented_file_is_valid() -> None:
