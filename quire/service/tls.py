@@ -98,10 +98,10 @@ class ServerCertificates:
         self._version = self._current_version()
         # Why the files were not read the last time; empty if they were.
         self._failure = ""
-        # When the certificate is valid, in seconds since the epoch; None if that cannot be read.
-        self._validity: tuple[float, float] | None = None
         self._warned_at = -_WARN_EVERY_S
         self._context = self._read()
+        # When the certificate is valid, in seconds since the epoch; None if that cannot be read.
+        self._validity = _validity(tls.cert)
 
     def ssl_context(self) -> ssl.SSLContext:
         """A context for servers of the standard library. It replaces itself at each handshake."""
@@ -137,6 +137,7 @@ class ServerCertificates:
         last_failure, self._failure = self._failure, ""
         try:
             self._context = self._read()
+            self._validity = _validity(self._tls.cert)
             log.info("certificate reloaded", file=str(self._tls.cert))
             self._warned_at = -_WARN_EVERY_S
         except TLSError as error:
@@ -166,7 +167,6 @@ class ServerCertificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols([self._protocol])
         _load_identity(context, tls.cert, tls.key)
-        self._validity = _validity(tls.cert)
         if tls.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             # A session that is resumed is not verified again, also if its authority was removed.

@@ -136,6 +136,22 @@ def test_files_are_read_again_once_the_process_can_open_them(certificates: Path)
     assert served.ssl_context() is not former
 
 
+def test_the_expiry_is_that_of_the_certificate_that_is_served(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a new pair is not used because of another file."""
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes((certificates / "ca.pem").read_bytes())
+    files = ServerCertificates(identity(certificates, "gateway", clients))
+    served = files.expires_at()
+    clients.write_bytes(b"")
+    monkeypatch.setenv("DAYS", "1")
+    make_certificates(certificates)
+    assert files.expires_at() == served
+    clients.write_bytes((certificates / "ca.pem").read_bytes())
+    assert files.expires_at() < served
+
+
 async def test_a_context_of_https_follows_the_files(certificates: Path, tmp_path: Path) -> None:
     ca = certificates / "ca.pem"
     files = ServerCertificates(identity(certificates, "gateway", ca))
