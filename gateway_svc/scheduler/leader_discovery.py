@@ -96,21 +96,21 @@ class LeaderDiscovery:
 
     async def _try_repeatedly(self, address: str, found: asyncio.Future[LeaderStream]) -> None:
         backoff_s = _FIRST_BACKOFF_S
-        last_reason, num_hurried = "", 0
+        num_hurried = 0
+        # Each is logged once in a search, not at every attempt: they may alternate.
+        reasons = set[str]()
         is_due = self._is_due[address] = asyncio.Event()
         while not found.done():
             try:
                 leader = await self._connect(address)
             except NotLeadingError as error:
-                # Logged when it changes, not at every attempt.
-                if str(error) != last_reason:
-                    last_reason = str(error)
+                reason = str(error)
+                if reason not in reasons:
+                    reasons.add(reason)
                     if isinstance(error, HandshakeFailedError):
-                        log.warning(
-                            "TLS with a scheduler fails", address=address, reason=last_reason
-                        )
+                        log.warning("TLS with a scheduler fails", address=address, reason=reason)
                     else:
-                        log.info("not the leader", address=address, reason=last_reason)
+                        log.info("not the leader", address=address, reason=reason)
                 self._wake.set()
                 pause_s = backoff_s * random.uniform(0.5, 1)
                 if num_hurried == _MAX_HURRIED:

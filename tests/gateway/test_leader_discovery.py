@@ -51,6 +51,21 @@ async def test_a_certificate_that_is_not_valid_is_a_warning() -> None:
     assert (logs[0]["event"], logs[0]["log_level"]) == ("TLS with a scheduler fails", "warning")
 
 
+async def test_reasons_that_alternate_are_logged_once() -> None:
+    """As of a scheduler that does not lead and sometimes does not respond in time."""
+    reasons = iter(["it does not lead", "no hello within 1.0 s"] * 3)
+
+    async def connect(address: str) -> LeaderStream:
+        reason = next(reasons, None)
+        if reason is None:
+            return LeaderStream(address)
+        raise NotLeadingError(reason)
+
+    with capture_logs() as logs:
+        await asyncio.wait_for(LeaderDiscovery([ONE], connect).find(), 10)
+    assert [one["reason"] for one in logs] == ["it does not lead", "no hello within 1.0 s"]
+
+
 async def test_a_suggested_leader_is_tried_alone() -> None:
     schedulers = Schedulers(OTHER)
     schedulers.discovery.suggest(OTHER)
