@@ -6,12 +6,13 @@
 # DIRECTORY, by default secrets/certificates, gets ca.pem, and NAME.pem and NAME-key.pem for each
 # service and for clients. A service's certificate has the names under which Compose reaches it,
 # localhost, 127.0.0.1, and NAME... . Run it again to renew the certificates: the authority is kept,
-# and running services read the files again. Only the owner can enter DIRECTORY; its files are
-# readable for the users of containers. Keep ca-key.pem secret.
+# and running services read the files again; Redis only after a command (docs/tls.md, Renew). Only
+# the owner can enter DIRECTORY; its files are readable for the users of containers. Keep ca-key.pem
+# secret.
 set -euo pipefail
 
 if [[ ${1:-} == -* ]]; then
-  sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 directory=${1:-$(dirname "$0")/../secrets/certificates}
