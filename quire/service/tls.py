@@ -80,9 +80,11 @@ class TLS:
         return context
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of channels, with the files as they are now. TLSError if one cannot be read
-        or is empty, as between two writes."""
-        return grpc.ssl_channel_credentials(*(_bytes(x) for x in (self.ca, self.key, self.cert)))
+        """Credentials of channels, with the files as they are now. TLSError if they cannot be used,
+        as between two writes: a channel would keep them, and fail without a reason."""
+        contents = [_bytes(file) for file in (self.ca, self.key, self.cert)]
+        self.ssl_context()
+        return grpc.ssl_channel_credentials(*contents)
 
 
 class ServerCertificates:
@@ -184,7 +186,7 @@ def open_channel(
     target: str, options: _Options, tls: TLS | None, name: str | None = None
 ) -> grpc.Channel:
     """Open a channel. `name` is the name that a target with an IP address stands for. A unix socket
-    has no TLS. TLSError if files cannot be read or are empty."""
+    has no TLS. TLSError if files cannot be used."""
     if tls is None or target.startswith("unix:"):
         return grpc.insecure_channel(target, options=options)
     return grpc.secure_channel(target, _credentials(tls), options=_with_name(options, tls, name))
@@ -194,7 +196,7 @@ def open_aio_channel(
     target: str, options: _Options, tls: TLS | None, name: str | None = None
 ) -> grpc.aio.Channel:
     """Open a channel of the running event loop, as `open_channel` does. TLSError if files cannot
-    be read or are empty."""
+    be used."""
     if tls is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(

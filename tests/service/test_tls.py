@@ -292,6 +292,25 @@ def test_a_channel_is_not_opened_with_a_file_that_is_empty(
     assert tls.credentials()
 
 
+def test_a_channel_is_not_opened_with_a_file_that_is_written_in_part(
+    certificates: Path, tmp_path: Path
+) -> None:
+    """gRPC would keep it for as long as the channel, and time out."""
+    names = ("ca.pem", "gateway.pem", "gateway-key.pem", "worker-key.pem")
+    ca, cert, key, other = (Path(shutil.copy(certificates / name, tmp_path)) for name in names)
+    tls = TLS(ca, cert, key)
+    for file in (ca, cert, key):
+        contents = file.read_bytes()
+        file.write_bytes(contents[: len(contents) // 2])
+        with pytest.raises(TLSError, match=str(file)):
+            tls.credentials()
+        file.write_bytes(contents)
+    # The certificate is written before its key, or after it.
+    other.rename(key)
+    with pytest.raises(TLSError, match="key values mismatch"):
+        tls.credentials()
+
+
 def test_a_certificate_that_clients_refuse_is_logged(
     certificates: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
