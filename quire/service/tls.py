@@ -295,7 +295,8 @@ def _date(seconds: float) -> str:
 
 
 def _why(error: ssl.SSLError) -> str:
-    return (error.reason or str(error)).lower().replace("_", " ")
+    # The standard library has no reason for what OpenSSL's reader of PEM files refuses.
+    return "not valid PEM" if error.reason is None else error.reason.lower().replace("_", " ")
 
 
 def _bytes(path: str | Path | None) -> bytes | None:
