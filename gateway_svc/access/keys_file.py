@@ -27,6 +27,8 @@ from quire.service.file_version import check_regular
 
 # Each has its own series of every histogram by class.
 MAX_CLASSES = 8
+# In a message: a line of the log has to stay readable.
+_MAX_REASONS = 20
 _INT32_MIN, _INT32_MAX, _UINT32_MAX = -(2**31), 2**31 - 1, 2**32 - 1
 _Name = Annotated[str, StringConstraints(pattern=f"^{TENANT_NAME}$")]
 _Class = Annotated[str, StringConstraints(pattern=f"^{TENANT_CLASS}$")]
@@ -156,7 +158,7 @@ def parse_keys(text: str) -> Mapping[bytes, Tenant]:
 
 
 def _entries(text: str) -> Iterator[_TenantEntry]:
-    """The tenants in the order of the file. KeysFileError, with all reasons, after the last one."""
+    """The tenants in the order of the file. KeysFileError, with the first reasons, at the end."""
     errors: list[str] = []
     for i, value in enumerate(_values(text)):
         try:
@@ -166,7 +168,9 @@ def _entries(text: str) -> Iterator[_TenantEntry]:
                 _describe({**error, "loc": (i, *error["loc"])}) for error in invalid.errors()
             )
     if errors:
-        raise KeysFileError("; ".join(errors))
+        left_out = len(errors) - _MAX_REASONS
+        others = [f"and {left_out} more"] if left_out > 0 else []
+        raise KeysFileError("; ".join(errors[:_MAX_REASONS] + others))
 
 
 def _values(text: str) -> Iterator[Any]:

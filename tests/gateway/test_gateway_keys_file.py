@@ -110,6 +110,14 @@ def test_a_key_in_the_place_of_its_hash_is_not_in_the_message(text: str) -> None
     assert FIRST not in str(refused.value)
 
 
+def test_a_message_has_the_first_reasons() -> None:
+    with pytest.raises(KeysFileError) as refused:
+        parse_keys("".join(f"- {{name: t{n}, key: x}}\n" for n in range(1000)))
+    reasons = str(refused.value).split("; ")
+    assert reasons[:2] == ["[0].key: no such field", "[1].key: no such field"]
+    assert (len(reasons), reasons[-1]) == (21, "and 980 more")
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeysFileError, match=r"keys\.yaml cannot be read: No such file"):
         read_keys_file(tmp_path / "keys.yaml")
