@@ -1,5 +1,6 @@
 """The keys file: a YAML list of tenants with the hashes of their keys."""
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from quire.service.file_version import check_regular
 
 # Each has its own series of every histogram by class.
 MAX_CLASSES = 8
+_FIELD = re.compile(r"[a-zA-Z_]{1,32}")
 # In a message: a line of the log has to stay readable.
 _MAX_REASONS = 20
 _INT32_MIN, _INT32_MAX, _UINT32_MAX = -(2**31), 2**31 - 1, 2**32 - 1
@@ -216,7 +218,9 @@ def _by_hash(entries: Iterable[_TenantEntry]) -> dict[bytes, Tenant]:
 
 def _describe(error: Any) -> str:
     """The place and the reason of a validation error, without the value."""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{_shown(part)}" for part in error["loc"]
+    )
     match error["type"]:
         case "extra_forbidden":
             reason = "no such field"
@@ -228,6 +232,11 @@ def _describe(error: Any) -> str:
         case _:
             reason = error["msg"].removeprefix("Value error, ")
     return f"{place}: {reason}"
+
+
+def _shown(field: str) -> str:
+    """The name of a field, unless it may be a key or a hash."""
+    return field if _FIELD.fullmatch(field) else "(a name that is not shown)"
 
 
 def _without_quotes(problem: str | None) -> str:

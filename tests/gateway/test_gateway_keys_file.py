@@ -103,7 +103,15 @@ def test_an_invalid_file_is_refused_with_the_place_and_the_reason(text: str, rea
     assert str(refused.value).startswith(reason)
 
 
-@pytest.mark.parametrize("text", [f"- {{name: a, keys: [{FIRST}]}}", f"- 'a {FIRST}", f"*{FIRST}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"- {{name: a, keys: [{FIRST}]}}",
+        f"- 'a {FIRST}",
+        f"*{FIRST}",
+        f"- {{name: a, {FIRST}: a}}",
+    ],
+)
 def test_a_key_in_the_place_of_its_hash_is_not_in_the_message(text: str) -> None:
     with pytest.raises(KeysFileError) as refused:
         parse_keys(text)
