@@ -173,7 +173,7 @@ class Engine:
         self.live[group.key] = group
         self.quotas.started(group)
         for sequence in group.sequences:
-            if sequence not in group.siblings:
+            if not (sequence in group.siblings or sequence.is_finished):
                 self.waiting.add(sequence)
         self.finish_ended(group)
         self.dispatcher.wake()

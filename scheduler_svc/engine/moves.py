@@ -12,7 +12,7 @@ import structlog
 from scheduler_svc.cluster.balance import moves
 from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
 from scheduler_svc.cluster.membership import Membership
-from scheduler_svc.core.sequence import Group
+from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import from_record, to_record
@@ -120,10 +120,7 @@ class Moves:
             group = sequence.group
             if (
                 group not in found
-                and all(
-                    other.lane_incarnation is None and not other.is_ended
-                    for other in group.sequences
-                )
+                and all(map(_waits, group.sequences))
                 and (may_have_output or not _has_output(group))
             ):
                 found[group] = None
@@ -194,6 +191,12 @@ class Moves:
             self._engine.adopt(group)
             self._on_taken(group)
         del self._first_ids[key]
+
+
+def _waits(sequence: Sequence) -> bool:
+    """Whether a sequence has no lane. A choice that has ended needs none."""
+    is_queued = sequence.lane_incarnation is None and not sequence.is_ended
+    return is_queued or (sequence.is_finished and sequence.group.error is None)
 
 
 def _has_output(group: Group) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from checking_worker import CheckingWorker
+from checking_worker import CheckingWorker, token_at
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_stack import (
@@ -24,6 +24,7 @@ from waiting import until
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
 from scheduler_svc.cluster.balance import moves
 from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 
@@ -249,6 +250,31 @@ async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: T
     assert again.is_whole
     # What it had was computed in few steps, not token by token.
     assert len(shards.workers[1].plans) - num_steps < 75
+
+
+async def test_a_request_moves_when_one_of_its_choices_has_ended(shards: TwoShards) -> None:
+    first, second = shards.first, shards.second
+    shards.workers[0].gate.set()
+    # Choice 0 samples the token soon, choice 1 never.
+    seed, stop = next(
+        (seed, token)
+        for seed in range(1, 100)
+        for token in [token_at(seed_of_choice(seed, 0), 9 + 3)]
+        if token not in [token_at(seed_of_choice(seed, 1), 9 + index) for index in range(80)]
+    )
+    attachment = await first.submit(prompt(9), 80, seed=seed, n=2, stop_token_ids=(stop,))
+    received = first.received[attachment]
+    ended, running = received.choices
+    await until(lambda: ended.end is not None and len(running.token_ids) > 20, "the end of one")
+    name = next(name for name, (one, _) in shards.stack.workers.items() if one is shards.workers[0])
+    await shards.stack.stop_worker(name)
+    await until(lambda: received.failure is not None, "the move")
+    assert info_of(received.failure).metadata["shard"] == "1"
+    received.failure = received.attachment_generation = None
+    await second.submit_again(received)
+    [again] = await second.wait_ended()
+    assert again.is_whole
+    assert len(again.choices[1].token_ids) == 80
 
 
 async def test_a_request_with_output_stays_if_the_other_shard_serves_another_model(
