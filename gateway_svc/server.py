@@ -21,6 +21,7 @@ from gateway_svc.rpc.call_interceptor import CallInterceptor
 from gateway_svc.rpc.inference_servicer import InferenceServicer
 from gateway_svc.rpc.model_servicers import ModelServicer, TokenizerServicer
 from gateway_svc.scheduler.shards import Shards
+from gateway_svc.scheduler.suspension import Suspension
 from gateway_svc.settings import GatewaySettings
 from gateway_svc.text import model_files
 from gateway_svc.text.model_files import ModelFilesError
@@ -80,6 +81,7 @@ class Gateway:
         self._metrics = GatewayMetrics(settings.objectives)
         # Why the scheduler cannot be used, or None. A task publishes it, after the connections.
         self._scheduler_states = asyncio.Queue[str | None]()
+        self._suspension = Suspension()
         self.scheduler = Shards(
             settings.scheduler_addresses,
             settings.max_queued_tokens,
@@ -87,6 +89,7 @@ class Gateway:
             self._scheduler_states.put_nowait,
             self._metrics.routing,
             settings.scheduler_tls,
+            self._suspension.has_just_ended,
         )
         self.served = ServedModel(settings.served_model_name or settings.model)
         self.generations = GenerationService(
@@ -131,6 +134,7 @@ class Gateway:
         self._tasks = [
             asyncio.create_task(self._set_model(reading)),
             asyncio.create_task(self._publish_scheduler_state()),
+            asyncio.create_task(self._suspension.run()),
         ]
         if self._keys_watch is not None:
             self._tasks.append(asyncio.create_task(self._keys_watch.run()))

@@ -51,13 +51,15 @@ class RequestRouter:
         wait_s: float,
         counters: RoutingCounters,
         on_shard: Callable[[int, Multiplexer], object],
+        was_suspended: Callable[[], bool],
     ) -> None:
         """`on_shard` is called with each new shard, the first one included. `wait_s` bounds the
-        wait for the leader of a shard."""
+        wait for the leader of a shard. `was_suspended`: whether this process was, just now."""
         self._max_queued_tokens = max_queued_tokens
         self._wait_s = wait_s
         self._counters = counters
         self._on_shard = on_shard
+        self._was_suspended = was_suspended
         self._shards: list[Multiplexer] = []
         self._loads = ShardLoads(self._shards)
         self._keys = PrefixKeys()
@@ -135,8 +137,11 @@ class RequestRouter:
 
     def close(self, stream: RequestStream) -> None:
         """Close the stream of a disconnected client, as `Multiplexer.close` does. Nothing is sent
-        while its shard is looked up."""
-        if stream.route.shard is not None:
+        while its shard is looked up. A client that has given up waiting for this gateway, which was
+        suspended, may resume the request: it runs on as if the gateway was lost."""
+        if self._was_suspended():
+            self.detach(stream)
+        elif stream.route.shard is not None:
             self._shards[stream.route.shard].close(stream)
         else:
             self._end_lookup(stream)

@@ -40,9 +40,11 @@ class Shards:
         on_state: Callable[[str | None], object],
         counters: RoutingCounters,
         tls: TLS | None,
+        was_suspended: Callable[[], bool],
     ) -> None:
         """`wait_s` bounds the wait for a leader. `on_state` is called with the reason why requests
-        cannot run on any shard, or None when they can. `tls` is for the connections to leaders."""
+        cannot run on any shard, or None when they can. `tls` is for the connections to leaders.
+        `was_suspended`: whether this process was, just now."""
         # Of all shards together: a request can run while one shard can run it.
         self.outages = Outages()
         self._addresses = addresses
@@ -57,7 +59,7 @@ class Shards:
         self._is_started = False
         # The last reason that `on_state` was called with.
         self._reason: str | None = None
-        self.requests = RequestRouter(max_queued_tokens, wait_s, counters, self._add)
+        self.requests = RequestRouter(max_queued_tokens, wait_s, counters, self._add, was_suspended)
 
     @property
     def max_model_len(self) -> int | None:
