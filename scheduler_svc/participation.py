@@ -116,6 +116,7 @@ class Participation:
             num_asks=self._tenants.num_asks,
             num_gateways=self._handler.num_gateways,
             epoch=self._epoch,
+            num_free_tokens=max((lane.num_free_tokens for lane in lanes), default=0),
         )
 
     async def _announce(self) -> None:

@@ -27,6 +27,8 @@ class ShardLoad:
     num_gateways: int = 0
     # That of the leader's term: a higher one than that of another shard has begun later.
     epoch: int = 0
+    # The longest sequence for which one of its workers has blocks now, in tokens.
+    num_free_tokens: int = 0
 
     @classmethod
     def parse(cls, packed: bytes) -> Self:

@@ -1,7 +1,6 @@
 """Moves waiting requests to shards that have room for them."""
 
 import asyncio
-import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ import structlog
 
 from scheduler_svc.cluster.balance import moves
 from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
+from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.claims import Claims
@@ -98,10 +98,10 @@ class Moves:
         candidates = self._candidates()
         ripe = [group for group in candidates if group in self._waiting]
         self._waiting = set(candidates)
-        planned = moves(self._shard, len(ripe), self._membership.loads)
-        remaining = iter(ripe)
-        for target, count in planned.items():
-            groups = list(itertools.islice(remaining, min(count, _BATCH)))
+        loads = self._membership.loads
+        for target, count in moves(self._shard, len(ripe), loads).items():
+            groups = self._fitting(ripe, min(count, _BATCH), loads[target])
+            ripe = [group for group in ripe if group not in groups]
             if any(map(_has_output, groups)):
                 # Another model would continue it.
                 model = await self._stores[target].model()
@@ -125,6 +125,20 @@ class Moves:
             ):
                 found[group] = None
         return list(found)
+
+    def _fitting(self, groups: list[Group], count: int, load: ShardLoad) -> list[Group]:
+        """The first of these that can start in a shard with this load: others would wait there,
+        too, and be given back. Without a lane here all may wait there."""
+        num_rows, num_free_tokens = load.num_free_rows, load.num_free_tokens
+        found: list[Group] = []
+        for group in groups:
+            num_tokens = max(len(sequence.token_ids) for sequence in group.sequences)
+            has_room = num_tokens <= num_free_tokens and _num_rows(group) <= num_rows
+            if len(found) < count and (has_room or not self._engine.lanes):
+                found.append(group)
+                num_free_tokens -= num_tokens
+                num_rows -= _num_rows(group)
+        return found
 
     async def _give(self, groups: list[Group], target: int) -> None:
         for group in groups:
@@ -197,6 +211,11 @@ def _waits(sequence: Sequence) -> bool:
     """Whether a sequence has no lane. A choice that has ended needs none."""
     is_queued = sequence.lane_incarnation is None and not sequence.is_ended
     return is_queued or (sequence.is_finished and sequence.group.error is None)
+
+
+def _num_rows(group: Group) -> int:
+    """The rows that it needs at once: those of all beams, or the first one."""
+    return len(group.sequences) if group.beams is not None else 1
 
 
 def _has_output(group: Group) -> bool:

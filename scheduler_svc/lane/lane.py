@@ -1,5 +1,6 @@
 """One worker's lane, as the rest of the scheduler uses it."""
 
+from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.crashes import CrashHistory
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import LaneStats
@@ -71,6 +72,13 @@ class Lane:
     @property
     def num_free_blocks(self) -> int:
         return self._pool.num_free_blocks
+
+    @property
+    def num_free_tokens(self) -> int:
+        """The longest new sequence for which it has blocks now, besides those that are assigned."""
+        size = self.limits.block_size
+        assigned = sum(blocks_for(len(sequence.token_ids), size) for sequence in self.assigned)
+        return max(0, self.num_free_blocks - assigned - self.limits.watermark) * size
 
     @property
     def num_admissible_blocks(self) -> int:

@@ -7,6 +7,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.cluster.load import ShardLoad
@@ -92,9 +93,10 @@ class Claims:
             raise StoreUnavailable("no directory")
 
 
-def request(name: str) -> RequestRecord:
+def request(name: str, num_tokens: int = 2) -> RequestRecord:
     params = scheduler_pb2.ResolvedParams(max_tokens=4).SerializeToString()
-    return RequestRecord(RequestKey("", name), b"", array("I", [1, 2]), params, sequence_id=1)
+    prompt = array("I", range(num_tokens))
+    return RequestRecord(RequestKey("", name), b"", prompt, params, sequence_id=1)
 
 
 class Cluster:
@@ -106,7 +108,11 @@ class Cluster:
         self.ids = itertools.count(100)
         self.given: list[str] = []
         self.taken: list[str] = []
-        loads = [ShardLoad("a", 1, 0, 2, 2), ShardLoad("b", 1, 1, 0, 0), ShardLoad("c", 1, 1, 0, 0)]
+        loads = [
+            ShardLoad("a", 1, 0, 2, 2),
+            ShardLoad("b", 1, 1, 0, 0, num_free_tokens=4),
+            ShardLoad("c", 1, 1, 0, 0, num_free_tokens=2),
+        ]
         self.moves = Moves(
             0,
             SimpleNamespace(loads=loads, map=SimpleNamespace(num_shards=3)),
@@ -119,6 +125,11 @@ class Cluster:
             lambda group, shard: self.given.append(group.key.request_id),
             lambda group: self.taken.append(group.key.request_id),
         )  # type: ignore[arg-type]
+
+    async def run_until_given(self, count: int) -> None:
+        running = asyncio.create_task(self.moves.run())
+        await until(lambda: len(self.given) >= count, "requests that are given")
+        running.cancel()
 
     async def run_for(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -141,6 +152,23 @@ async def test_a_request_that_gets_a_row_while_others_are_given_stays(cluster: C
     await cluster.run_for(0.1)
     assert cluster.given == ["x"]
     assert [key.request_id for key in cluster.engine.live] == ["y"]
+
+
+async def test_a_request_for_which_no_other_shard_has_blocks_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would wait there, too, and be given back."""
+    monkeypatch.setattr("scheduler_svc.engine.moves.HEARTBEAT_S", 0.01)
+    long = [group_of(request(name, num_tokens)) for name, num_tokens in (("x", 5), ("y", 3))]
+    cluster = Cluster(Engine(long))
+    await cluster.run_until_given(1)
+    await cluster.run_for(0.1)
+    assert cluster.given == ["y"]
+    assert not cluster.stores[2].inbox
+    # Without a worker here it waits no longer anywhere else.
+    cluster.engine.lanes.clear()
+    await cluster.run_until_given(2)
+    assert cluster.given == ["y", "x"]
 
 
 async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Cluster) -> None:
