@@ -32,7 +32,7 @@ _LIMITS = frozenset(
         "RESUMABLE_REQUESTS",
     }
 )
-# A stream that shards have sent on more often fails: they disagree.
+# A stream that shards have sent on more often without accepting it fails: they disagree.
 _MAX_MOVES = 8
 _MAX_LOOKUPS = 4
 # The protocol's limit.

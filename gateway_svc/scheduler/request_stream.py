@@ -124,6 +124,7 @@ class RequestStream:
         another gateway submitted.
         """
         self.cancel_timeout()
+        self.route.num_moves = 0
         self.request.attachment_generation.CopyFrom(acceptance.attachment_generation)
         if self.was_accepted:
             return

@@ -14,7 +14,7 @@ class Route:
     alternatives: Sequence[int] = ()
     # By shards that had no room for the request, or for its tenant.
     refusals: list[RequestError] = field(default_factory=list)
-    # Times that a shard named another one.
+    # Times that a shard named another one, since one has accepted the request.
     num_moves: int = 0
     num_lookups: int = 0
 

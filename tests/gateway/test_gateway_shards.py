@@ -460,6 +460,19 @@ async def test_a_stream_that_moves_loses_and_repeats_nothing(
     assert reading.num_acceptances == 1
 
 
+async def test_a_stream_moves_as_often_as_shards_accept_it(stack: Stack, cluster: Cluster) -> None:
+    scheduler, reading, submission = await begin(stack, cluster)
+    for _ in range(12):
+        other = cluster.other_than(scheduler)
+        send_to(scheduler, submission, other.shard)
+        moved = await next_of(other.submissions)
+        other.accept(moved, moved.opaque)
+        scheduler, submission = other, moved
+    finish(scheduler, stack, submission, 3)
+    await reading.task
+    assert reading.text == TEXT
+
+
 async def test_a_stream_moves_to_a_shard_that_was_not_known(stack: Stack, cluster: Cluster) -> None:
     scheduler, reading, submission = await begin(stack, cluster)
     scheduler.leaders = {shard: cluster.address(shard) for shard in range(4)}
