@@ -232,7 +232,7 @@ class Discovery:
             return
         if last:
             log.warning("the workers serve another model", was=last.hex(), now=fingerprint.hex())
-            self._engine.end_outputs()
+            self._engine.change_model()
             await self._record_writer.flush()
         await self._store.write_model(fingerprint)
         self._engine.output_model = fingerprint

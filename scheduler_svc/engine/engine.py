@@ -224,7 +224,7 @@ class Engine:
         """Add a lane. The first one sets the model, until the last one is removed."""
         assert self.model in (None, model)
         if self._last_model not in (None, model):
-            self._change_model()
+            self.change_model()
         self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
         self.lanes_changed.set()
@@ -291,19 +291,15 @@ class Engine:
         for lane in [lane for lane in self.lanes.values() if lane.rows]:
             self.requeue(lane.recall(principal))
 
-    def _change_model(self) -> None:
-        """Drop what was prepared for the previous model; abort requests that have output."""
-        for sequence in self.waiting:
-            sequence.chain = None
-        self.end_outputs()
-
-    def end_outputs(self) -> None:
-        """Abort the waiting requests that have output: another model would continue it."""
+    def change_model(self) -> None:
+        """Prepare the waiting requests for another model: abort those that have output, which it
+        would continue, and drop what was prepared of the others."""
         for sequence in list(self.waiting):
-            if sequence.num_output_tokens:
-                self.abort(
-                    sequence.group, unavailable("MODEL_CHANGED", "the workers serve another model")
-                )
+            if any(other.num_output_tokens for other in sequence.group.sequences):
+                error = unavailable("MODEL_CHANGED", "the workers serve another model")
+                self.abort(sequence.group, error)
+            else:
+                sequence.chain = None
 
     def requeue(self, sequences: Iterable[Sequence]) -> None:
         """Return sequences without a row to their places in the queue."""

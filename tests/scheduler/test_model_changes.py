@@ -50,6 +50,21 @@ async def test_a_new_leader_with_another_model_ends_requests_with_output(redis_u
         assert served.is_whole
 
 
+async def test_choices_of_a_request_have_one_model(redis_url, sockets):
+    """One that has no output yet does not run with another model than one that has ended."""
+    first = CheckingWorker(1, max_num_seqs=1)
+    first.hold_after = 5
+    async with running_stack(redis_url, sockets, {"a": first}) as stack:
+        gateway = await stack.gateway()
+        received = gateway.received[await gateway.submit(prompt(9), max_tokens=5, n=2)]
+        await until(lambda: received.end, "the end of the first choice")
+        await stack.stop_worker("a")
+        await stack.start_worker("a", CheckingWorker(2, max_num_seqs=1, **OTHER))
+        await until(lambda: received.is_ended, "the end")
+        assert received.failure is not None
+        assert info_of(received.failure).reason == "MODEL_CHANGED"
+
+
 async def test_the_model_is_stored_after_the_requests_of_the_last_one_have_ended(
     redis_url, redis_client, sockets, monkeypatch
 ):
