@@ -293,13 +293,14 @@ class Engine:
 
     def change_model(self) -> None:
         """Prepare the waiting requests for another model: abort those that have output, which it
-        would continue, and drop what was prepared of the others."""
+        would continue, and drop what the former one has computed of the others."""
         for sequence in list(self.waiting):
             if any(other.num_output_tokens for other in sequence.group.sequences):
                 error = unavailable("MODEL_CHANGED", "the workers serve another model")
                 self.abort(sequence.group, error)
             else:
                 sequence.chain = None
+                sequence.prompt_logprobs.clear()
 
     def requeue(self, sequences: Iterable[Sequence]) -> None:
         """Return sequences without a row to their places in the queue."""

@@ -5,6 +5,7 @@ from checking_worker import CheckingWorker
 from scheduler_stack import UNAVAILABLE, Gateway, Received, Stack, info_of, prompt, running_stack
 from waiting import until
 
+from quire.internal.v1 import worker_pb2
 from scheduler_svc.store.keys import ShardKeys
 
 KEYS = ShardKeys(0)
@@ -48,6 +49,33 @@ async def test_a_new_leader_with_another_model_ends_requests_with_output(redis_u
         await check_refused(gateway, begun)
         [served] = await gateway.wait_ended(late)
         assert served.is_whole
+
+
+async def test_another_model_computes_all_log_probabilities_of_a_prompt(redis_url, sockets):
+    """Those of the former model, of the part of the prompt that it had computed, are forgotten."""
+    first, num_results = CheckingWorker(1), 0
+
+    def distort(result: worker_pb2.StepResult) -> None:
+        nonlocal num_results
+        num_results += 1
+        found = result.prompt_logprobs
+        found.logprobs = bytes(len(found.logprobs))
+        if num_results == 2:
+            first.gate.clear()
+
+    first.distort = distort
+    async with running_stack(
+        redis_url, sockets, {"a": first}, max_num_batched_tokens=8, pipeline_depth=1
+    ) as stack:
+        gateway = await stack.gateway()
+        attachment = await gateway.submit(prompt(41), num_prompt_logprobs=1)
+        await until(lambda: stack.engine.live, "the request")
+        [group] = stack.engine.live.values()
+        await until(lambda: group.sequences[0].prompt_logprobs, "a part of the log-probabilities")
+        await stack.stop_worker("a")
+        await stack.start_worker("a", CheckingWorker(2, **OTHER))
+        [received] = await gateway.wait_ended(attachment)
+        assert received.is_whole
 
 
 async def test_choices_of_a_request_have_one_model(redis_url, sockets):
