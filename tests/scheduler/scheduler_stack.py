@@ -232,6 +232,11 @@ class Gateway:
 
     async def _attach(self, received: Received) -> int:
         attachment = self._register(received)
+        # The former attachment keeps its own.
+        submission = scheduler_pb2.Submission()
+        submission.CopyFrom(received.submission)
+        submission.attachment = attachment
+        received.submission = submission
         wanted = scheduler_pb2.Attachment(
             attachment=attachment,
             request_id=received.submission.request_id,
