@@ -32,6 +32,7 @@ class BeamState:
 
     def __init__(self, params: SearchParams) -> None:
         self.search = BeamSearch(params)
+        self._max_tokens = params.max_tokens  # as requested
         # A token per step, for the record and the journal.
         self.log = array("I")
         # By beam, its choice.
@@ -49,10 +50,10 @@ class BeamState:
         return not self._known
 
     def limit(self, max_tokens: int) -> None:
-        """Let the search end after so many tokens at most."""
-        params = self.search.params
-        if max_tokens < params.max_tokens:
-            self.search.params = replace(params, max_tokens=max_tokens)
+        """Let the search end after so many tokens at most, as far as the model allows, and after as
+        many as requested."""
+        most = min(self._max_tokens, max_tokens)
+        self.search.params = replace(self.search.params, max_tokens=most)
 
     def expect(self, choice: int, step: int) -> None:
         """Note a step that samples a beam."""

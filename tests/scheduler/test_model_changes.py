@@ -1,6 +1,7 @@
 """Workers with another model: its tokens never follow those of the former one."""
 
 import redis
+from beam_requests import beam_worker, submit_search
 from checking_worker import CheckingWorker
 from scheduler_stack import UNAVAILABLE, Gateway, Received, Stack, info_of, prompt, running_stack
 from waiting import until
@@ -118,3 +119,17 @@ async def test_the_model_is_stored_again_after_redis_has_lost_it(redis_url, redi
         gateway = await stack.gateway()
         [again] = await gateway.wait_ended(await gateway.submit_again(begun))
         assert again.is_whole
+
+
+async def test_a_search_is_as_long_as_the_new_model_allows(redis_url, sockets):
+    held = beam_worker(1, max_model_len=32)
+    held.gate.clear()
+    async with running_stack(redis_url, sockets, {"a": held}) as stack:
+        gateway = await stack.gateway()
+        search = await submit_search(gateway, prompt(9), max_tokens=40)
+        await until(lambda: held.is_held_back, "the first step")
+        await stack.stop_worker("a")
+        longer = CheckingWorker(2, max_model_len=64, token_logprobs=True, **OTHER)
+        await stack.start_worker("a", longer)
+        [received] = await gateway.wait_ended(search)
+        assert received.is_whole
