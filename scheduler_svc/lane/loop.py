@@ -18,6 +18,7 @@ from scheduler_svc.lane.prompt_share import PromptShare
 from scheduler_svc.lane.quarantine import Quarantine
 from scheduler_svc.lane.results import StepAccounts, append_tokens, correct_counts, fail
 from scheduler_svc.lane.sequence_table import SequenceTable
+from scheduler_svc.lane.stall_watch import StallWatch
 from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
 from scheduler_svc.lane.steady.entry import SteadyEntry
 from scheduler_svc.lane.steps.step import Step
@@ -73,6 +74,7 @@ class LaneLoop:
         self._check_due = False
         self._halting = False
         self._wake = asyncio.Event()
+        self._stall_watch = StallWatch(table, self.wake)
         parts = LaneParts(
             epoch, stream, pool, table.rows, self.in_flight, hooks, self._results,
             is_interrupted=self._wake.is_set, interrupt=self.wake, stepped=self._stepped,
@@ -108,6 +110,7 @@ class LaneLoop:
         finally:
             watching.cancel()
             self.compaction.cancel()
+            self._stall_watch.cancel()
             for timer in filter(None, (self._idle_timer, self._window_timer)):
                 timer.cancel()
 
@@ -174,6 +177,7 @@ class LaneLoop:
 
     async def _wait_for_work(self) -> None:
         """Wait for work; check the pool once when the lane has been idle for a while."""
+        self._stall_watch.check(len(self.in_flight))
         if self._idle_timer is None:
             call_later, step = asyncio.get_running_loop().call_later, self._pool.last_step
             self._idle_timer = call_later(IDLE_CHECK_S, self._check_if_idle, step)

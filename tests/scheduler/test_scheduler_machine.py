@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import traceback
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -23,7 +24,7 @@ from hypothesis.stateful import (
 from scheduler_load import FAILING, Load, Request, worker_name
 from scheduler_stack import Stack, running_stack
 
-from scheduler_svc.lane import multi_step
+from scheduler_svc.lane import multi_step, stall_watch
 from scheduler_svc.lane.loop import LaneLoop
 from scheduler_svc.lane.steps.step import Step
 
@@ -276,6 +277,8 @@ def _run_machine(redis_url: str, directories: pytest.TempPathFactory, **profile:
         asyncio.Runner() as runner,
         patch.object(multi_step, "_SHARE", 1000),
         patch.object(LaneLoop, "_decide", _checking_decide),
+        # The load notices a stall itself.
+        patch.object(stall_watch, "STALL_S", math.inf),
     ):
         SchedulerMachine.runner = runner
         SchedulerMachine.redis_url = redis_url
