@@ -136,7 +136,9 @@ async def test_over_grpc(stack: LocalStack, client: AsyncClient, name: str) -> N
 async def test_over_http(stack: LocalStack, name: str) -> None:
     _, fields, _, param, reason = CASES[name]
     body = {"prompt": PROMPT, "max_tokens": 100, "seed": 1, **fields}
-    async with httpx2.AsyncClient(base_url=f"http://{stack.http_addresses[0]}") as client:
+    async with httpx2.AsyncClient(
+        base_url=f"http://{stack.http_addresses[0]}", timeout=60
+    ) as client:
         response = await client.post("/v1/completions", json=body)
         assert response.status_code == 400
         expected = response.json()["error"]

@@ -214,7 +214,8 @@ def test_a_request_continues_at_another_gateway(stack: LocalStack) -> None:
     """With the id of the last event that was received."""
     first, second = (f"http://{address}" for address in stack.http_addresses)
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 300, "ignore_eos": True}
-    whole = httpx2.post(f"{first}/v1/completions", json=body).json()["choices"][0]["text"]
+    response = httpx2.post(f"{first}/v1/completions", json=body, timeout=60)
+    whole = response.json()["choices"][0]["text"]
     streamed = {**body, "stream": True, "resume_window_s": 30}
     headers = {"x-request-id": "continued", "accept": "text/event-stream"}
     events = _events(httpx2.stream, "POST", f"{first}/v1/completions", streamed, headers)
