@@ -23,3 +23,21 @@ def moves(shard: int, num_waiting: int, loads: Sequence[ShardLoad]) -> dict[int,
         given[other] = count
         left -= count
     return given
+
+
+def moves_without_workers(
+    shard: int, num_waiting: int, loads: Sequence[ShardLoad]
+) -> dict[int, int]:
+    """As `moves`, of a shard that has had no worker for a while: its requests wait in other shards
+    with workers, in parts that are about equal, if they cannot run there at once."""
+    others = [
+        other
+        for other, load in enumerate(loads)
+        if other != shard and load.leader and load.num_workers
+    ]
+    # The shortest queues are first.
+    others.sort(key=lambda other: loads[other].num_waiting)
+    counts = [
+        num_waiting // len(others) + (at < num_waiting % len(others)) for at in range(len(others))
+    ]
+    return {other: count for other, count in zip(others, counts, strict=True) if count}

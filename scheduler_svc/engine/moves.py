@@ -3,12 +3,13 @@
 import asyncio
 import math
 import struct
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import structlog
 
-from scheduler_svc.cluster.balance import moves
+from scheduler_svc.cluster.balance import moves, moves_without_workers
 from scheduler_svc.cluster.heartbeats import HEARTBEAT_S
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.cluster.membership import Membership
@@ -27,6 +28,9 @@ log = structlog.get_logger()
 
 # The inbox is read so often even if no other shard has had waiting requests.
 LOOK_S = 2.0
+# The time after which a shard without a worker gives its requests to others that have queues, too:
+# more than a leader needs to open its lanes, and less than a worker to load a model.
+STRANDED_S = 5.0
 # Requests that are moved in one call.
 _BATCH = 64
 
@@ -64,6 +68,8 @@ class Moves:
         self._next_sequence_id = next_sequence_id
         self._on_given = on_given
         self._on_taken = on_taken
+        # Since when the shard has no worker; None while it has one.
+        self._alone_since: float | None = None
         # Requests that have waited since the last look.
         self._waiting: set[Group] = set()
         self._taking = asyncio.Lock()
@@ -92,6 +98,7 @@ class Moves:
     # Giving
 
     async def _give_surplus(self) -> None:
+        planned = moves_without_workers if self._is_stranded() else moves
         if not self._engine.waiting:
             self._waiting = set()
             return
@@ -99,7 +106,7 @@ class Moves:
         ripe = [group for group in candidates if group in self._waiting]
         self._waiting = set(candidates)
         loads = self._membership.loads
-        for target, count in moves(self._shard, len(ripe), loads).items():
+        for target, count in planned(self._shard, len(ripe), loads).items():
             groups = self._fitting(ripe, min(count, _BATCH), loads[target])
             ripe = [group for group in ripe if group not in groups]
             if any(map(_has_output, groups)):
@@ -110,6 +117,15 @@ class Moves:
             # Some may have got a row, or have ended, while others were given.
             if groups := [group for group in self._candidates() if group in groups]:
                 await self._give(groups, target)
+
+    def _is_stranded(self) -> bool:
+        """Whether the shard has had no worker for so long that it may not have one soon."""
+        now = time.monotonic()
+        if self._engine.lanes:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return self._alone_since is not None and now - self._alone_since >= STRANDED_S
 
     def _candidates(self) -> list[Group]:
         """Requests that wait as a whole, in the order of the queue. With output they move only if

@@ -22,9 +22,10 @@ from scheduler_stack import (
 from waiting import until
 
 from quire.internal.v1 import operations_pb2, operations_pb2_grpc, scheduler_pb2
-from scheduler_svc.cluster.balance import moves
+from scheduler_svc.cluster.balance import moves, moves_without_workers
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.request import seed_of_choice
+from scheduler_svc.engine import moves as engine_moves
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 
@@ -69,6 +70,14 @@ def test_rows_are_divided_in_proportion() -> None:
     assert moves(1, 3, [idle, busy, busier]) == {0: 2}
     assert moves(2, 9, [idle, busy, busier]) == {0: 6}
     assert moves(0, 0, [idle, busy]) == {}
+
+
+def test_a_shard_without_workers_divides_its_requests() -> None:
+    alone, absent = ShardLoad("a", 0, 0, 7, 7), ShardLoad("", 1, 9)
+    busy, busier = ShardLoad("b", 1, 0, 9, 3), ShardLoad("c", 2, 0, 20, 9)
+    assert moves_without_workers(0, 7, [alone, absent, busier, busy]) == {3: 4, 2: 3}
+    assert moves_without_workers(0, 1, [alone, absent, busier, busy]) == {3: 1}
+    assert moves_without_workers(0, 7, [alone, absent]) == {}
 
 
 @dataclass
@@ -250,6 +259,29 @@ async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: T
     assert again.is_whole
     # What it had was computed in few steps, not token by token.
     assert len(shards.workers[1].plans) - num_steps < 75
+
+
+async def test_requests_of_a_shard_without_workers_join_the_queue_of_another(
+    shards: TwoShards, monkeypatch
+) -> None:
+    monkeypatch.setattr(engine_moves, "STRANDED_S", 0.5)
+    first, second = shards.first, shards.second
+    shards.workers[1].gate.clear()
+    lost = [second.received[await second.submit(prompt(9), 6, seed=seed)] for seed in range(2)]
+    await until(lambda: shards.workers[1].is_held_back, "a step that is held back")
+    for number in range(8):
+        await first.submit(prompt(9, number), 6, seed=number, request_id=f"first-{number}")
+    await until(lambda: shards.stack.engine.waiting, "a queue here")
+    name = next(name for name, (one, _) in shards.stack.workers.items() if one is shards.workers[1])
+    await shards.stack.stop_worker(name)
+    await until(lambda: all(received.failure for received in lost), "the moves")
+    for received in lost:
+        assert info_of(received.failure).metadata["shard"] == "0"
+        received.failure = received.attachment_generation = None
+        await first.submit_again(received)
+    shards.workers[0].gate.set()
+    for received in await first.wait_ended():
+        assert received.is_whole
 
 
 async def test_a_request_moves_when_one_of_its_choices_has_ended(shards: TwoShards) -> None:
