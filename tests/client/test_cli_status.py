@@ -116,6 +116,23 @@ def test_two_statuses_give_rates(address, scheduler):
     assert cells == "####++...."
 
 
+@pytest.mark.parametrize(
+    ("busy_ms", "share"),
+    [
+        pytest.param(0, "0%", id="idle"),
+        pytest.param(950, "95%", id="busy again"),
+        pytest.param(30_000, "100%", id="one long step"),
+    ],
+)
+def test_busy_is_a_share_of_the_interval(busy_ms, share):
+    """The first step after an idle time reports all of that time."""
+    before, now = reading(600, 1, 1), reading(601, 2, 2)
+    for status, idle_s, more_ms in ((before, 10, 0), (now, 590, busy_ms)):
+        status.workers[0].idle_ns = idle_s * NS_PER_S
+        status.workers[0].busy_ns = (10 * MS_PER_S + more_ms) * NS_PER_S // MS_PER_S
+    assert report(now, before, width=100)[4].split()[7] == share
+
+
 def test_without_a_previous_status_of_the_same_leadership_there_are_no_rates():
     now = reading(1, 150, 300)
     for before in (None, reading(60, 100, 100, epoch=6)):

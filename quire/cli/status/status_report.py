@@ -13,6 +13,7 @@ from quire.internal.v1.operations_pb2 import GetStatusResponse, WorkerStatus
 # Lines for the maps of all workers together.
 _MAP_LINES: Final = 16
 _UNKNOWN: Final = "-"
+_NS_PER_S: Final = 1e9
 # Kinds of blocks, as numbered in operations.proto. The null block is not drawn.
 _HELD, _CACHED, _FREE = 3, 2, 1
 _MARKS: Final = {_HELD: "#", _CACHED: "+", _FREE: "."}
@@ -27,7 +28,7 @@ class Change:
     before: WorkerStatus | None
     seconds: float
 
-    def rate(self, total: Callable[[WorkerStatus], int]) -> float | None:
+    def rate(self, total: Callable[[WorkerStatus], float]) -> float | None:
         """Increase of a counter per second."""
         if self.before is None or self.seconds <= 0:
             return None
@@ -35,11 +36,11 @@ class Change:
 
     @property
     def busy_share(self) -> float | None:
-        """Share of the interval in which the worker was busy."""
-        if self.before is None:
-            return None
-        busy_ns = self.now.busy_ns - self.before.busy_ns
-        return _share(busy_ns, busy_ns + self.now.idle_ns - self.before.idle_ns)
+        """Share of the interval in which the worker was busy. Not of the time that it has reported:
+        the next step reports all the idle time before it."""
+        busy_s_per_s = self.rate(lambda worker: worker.busy_ns / _NS_PER_S)
+        # A step that began before the interval is reported as a whole.
+        return None if busy_s_per_s is None else min(busy_s_per_s, 1.0)
 
 
 def report(now: GetStatusResponse, before: GetStatusResponse | None, width: int) -> list[str]:
