@@ -81,7 +81,7 @@ class Generations:
                     next_token_indices=event_id.next_indices(prompt),
                 )
                 resume = partial(self._service.resume, request, tenant)
-                return _prompt_updates(prompt, resume, times)
+                return _prompt_updates(prompt, resume, times.of_another_prompt())
 
             merge = Merge[PromptUpdate]()
             merge.add(source(0))

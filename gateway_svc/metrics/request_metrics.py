@@ -228,6 +228,10 @@ class RequestTimes:
         self._time_to_first_token_s: float | None = None
         self._choices: dict[int, _ChoiceTimes] = {}
 
+    def of_another_prompt(self) -> "RequestTimes":
+        """Those of another prompt of the same call, whose choices have the same indices."""
+        return RequestTimes(self._metrics, self._series, self._arrived_at)
+
     def since_arrival_s(self) -> float:
         """Seconds since its arrival; 0 for a resumed request."""
         return 0.0 if self._arrived_at is None else self._metrics.clock() - self._arrived_at

@@ -129,6 +129,26 @@ async def test_a_request_of_several_prompts_is_resumed_as_one(http: Http) -> Non
     assert [_text(rest, choice) for choice in range(3)] == ["a fox", "b fox", "c fox"]
 
 
+async def test_the_prompts_of_a_resumed_request_have_times_of_their_own(http: Http) -> None:
+    """Nothing came between the first tokens of two prompts."""
+    body = {"prompt": ["a", "b"], "stream": True, "resume_window_s": 60}
+    scheduler = http.stack.scheduler
+    async with http.stream("/v1/completions", body, x_request_id="r"):
+        sent = [await http.submission() for _ in range(2)]
+        for one in sent:
+            scheduler.accept(one)
+        async with http.stream("/v1/requests/r/events") as events:
+            for _ in sent:
+                attachment = await scheduler.attachments.get()
+                own = next(one for one in sent if one.request_id == attachment.request_id)
+                scheduler.accept(attachment, own.opaque)
+                scheduler.send(deltas=deltas(Delta(attachment, 0, http.stack.encode("a"))))
+                await events.next()
+            text = (await http.client.get("/metrics")).text
+    count = 'quire:inter_token_latency_seconds_count{tenant_class="default"}'
+    assert f"{count} 0.0" in text
+
+
 async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
     for body in ({"prompt": "The", "stream": True}, {"prompt": "The"}):
         sending = http.start("/v1/completions", body)
