@@ -70,7 +70,10 @@ class Gateway:
             Authentication() if self._keys_watch is None else self._keys_watch.authentication
         )
         self.health = Health((_TOKENIZER, _SCHEDULER), SERVICES)
-        self.live_limits = LiveLimits(settings.max_live_calls, settings.max_request_bytes)
+        self._metrics = GatewayMetrics(settings.objectives)
+        self.live_limits = LiveLimits(
+            settings.max_live_calls, settings.max_request_bytes, self._metrics.call_refused
+        )
         self._spans = settings.span_exporter("gateway")
         self._tracing = CallTracing(self._spans, settings.trace_sampling_ratio)
         self.calls = CallInterceptor(
@@ -78,7 +81,6 @@ class Gateway:
         )
         # None before the start, and if metrics are not configured.
         self.metrics_server: MetricsServer | None = None
-        self._metrics = GatewayMetrics(settings.objectives)
         # Why the scheduler cannot be used, or None. A task publishes it, after the connections.
         self._scheduler_states = asyncio.Queue[str | None]()
         self._suspension = Suspension()

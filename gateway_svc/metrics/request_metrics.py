@@ -11,6 +11,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway_svc.access.tenant import DEFAULT_CLASS
+from gateway_svc.admission.live_limits import REASONS
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.metrics.histogram import Histogram, Observations
 from gateway_svc.metrics.objectives import Objective, Objectives
@@ -104,16 +105,27 @@ class GatewayMetrics:
             ["code"],
             registry=registry,
         )
+        self._refused_calls = Counter(
+            "quire:calls_refused",
+            "Calls that the gateway refused at one of its limits, or while it stopped, by reason.",
+            ["reason"],
+            registry=registry,
+        )
         self.routing = self._routing_counters()
         self._resumed = Counter(
             "quire:requests_resumed",
             "Calls that resume a request.",
             registry=registry,
         )
-        # Exported as 0 from the start, so that the first increment is visible as a rate.
         self._ended_by_stop = self._ended_choices.labels(_STOP)
         self._ended_by_length = self._ended_choices.labels(_LENGTH)
         self._classes: dict[str, _ClassMetrics] = {}
+        self._begin_with_zero()
+
+    def _begin_with_zero(self) -> None:
+        """Export series from the start, so that their first increment is visible as a rate."""
+        for reason in REASONS:
+            self._refused_calls.labels(reason.lower())
         self._of_class(DEFAULT_CLASS)
 
     def _routing_counters(self) -> RoutingCounters:
@@ -196,6 +208,9 @@ class GatewayMetrics:
         finally:
             if is_fault and series is not None:
                 series.counted.inc()
+
+    def call_refused(self, reason: str) -> None:
+        self._refused_calls.labels(reason.lower()).inc()
 
     def choice_ended(self, by_stop: bool) -> None:
         (self._ended_by_stop if by_stop else self._ended_by_length).inc()

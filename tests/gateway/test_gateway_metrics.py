@@ -93,6 +93,19 @@ async def test_latencies_and_outcomes_are_counted(stack: Stack) -> None:
     assert ("request_failure_total", "cancelled") not in seen
 
 
+async def test_calls_beyond_the_limit_are_counted_by_reason(stack: Stack) -> None:
+    assert (await scrape(stack.gateway))["calls_refused_total", "too_many_calls"] == 0
+    stack.gateway.live_limits._max_calls = 0
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stack.inference.Generate(pb.GenerateRequest(text="The"))
+    stack.gateway.live_limits.is_stopping = True
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stack.inference.Generate(pb.GenerateRequest(text="The"))
+    seen = await scrape(stack.gateway)
+    assert seen["calls_refused_total", "too_many_calls"] == 1
+    assert seen["calls_refused_total", "stopping"] == 1
+
+
 async def test_failures_are_counted_by_code(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await stack.inference.Generate(pb.GenerateRequest())
