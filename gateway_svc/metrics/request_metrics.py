@@ -124,6 +124,8 @@ class GatewayMetrics:
 
     def _begin_with_zero(self) -> None:
         """Export series from the start, so that their first increment is visible as a rate."""
+        for code in _FAULTS:
+            self._failures.labels(code.name.lower())
         for reason in REASONS:
             self._refused_calls.labels(reason.lower())
         self._of_class(DEFAULT_CLASS)

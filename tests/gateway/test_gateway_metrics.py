@@ -106,6 +106,13 @@ async def test_calls_beyond_the_limit_are_counted_by_reason(stack: Stack) -> Non
     assert seen["calls_refused_total", "stopping"] == 1
 
 
+async def test_failures_of_the_service_begin_with_zero(stack: Stack) -> None:
+    """A rate does not see the first increase of a series that begins with it."""
+    seen = await scrape(stack.gateway)
+    for code in ("unavailable", "internal", "unknown", "data_loss", "deadline_exceeded"):
+        assert seen["request_failure_total", code] == 0
+
+
 async def test_failures_are_counted_by_code(stack: Stack) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await stack.inference.Generate(pb.GenerateRequest())
