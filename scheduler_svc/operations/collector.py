@@ -19,7 +19,7 @@ from scheduler_svc.core.stats import EngineStats, LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.operations.step_histograms import StepHistograms, WorkerHistograms
-from scheduler_svc.operations.tenant_metrics import of_tenants
+from scheduler_svc.operations.tenant_metrics import TenantReading, of_tenants, read_tenants
 
 _NS_PER_S: Final = 1e9
 # Longer than any single callback of the event loop.
@@ -212,9 +212,13 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
-        return reading.result(_READ_TIMEOUT_S)
+        metrics, tenants = reading.result(_READ_TIMEOUT_S)
+        yield from metrics
+        if tenants is not None:
+            yield from of_tenants(tenants)
 
-    async def _read(self) -> list[Metric]:
+    async def _read(self) -> tuple[list[Metric], list[TenantReading] | None]:
+        """The metrics, and what those of tenants are made of; None without an engine."""
         by_shard = self._engines()
         leads = GaugeMetricFamily(
             "quire:leader",
@@ -227,16 +231,16 @@ class EngineCollector(Collector):
         num_shards.add_metric([], len(by_shard))
         engines = {str(shard): engine for shard, engine in by_shard.items() if engine is not None}
         if not engines:
-            return [leads, num_shards]
+            return [leads, num_shards], None
         lanes = [lane for engine in engines.values() for lane in engine.lanes.values()]
-        return [
+        metrics = [
             leads,
             num_shards,
             *_of_engines(engines),
-            *of_tenants(engines),
             *_of_lanes(lanes),
             *self._of_steps(lanes),
         ]
+        return metrics, read_tenants(engines)
 
     def _of_steps(self, lanes: list[Lane]) -> Iterator[Metric]:
         steps = self._steps.of(lane.worker.incarnation for lane in lanes)

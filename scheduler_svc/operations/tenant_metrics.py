@@ -1,50 +1,84 @@
 """Metrics by tenant: requests, tokens, and what counts against limits.
 
 Their series are bounded by the API keys: a principal is a tenant of a keys file. Requests without
-keys have an empty principal and no series.
+keys have an empty principal and no series. There may be tens of thousands: the event loop reads
+numbers alone, and the thread of the scrape makes series of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from scheduler_svc.core.stats import TenantStats
 from scheduler_svc.engine.engine import Engine
 
-_COUNTERS: Final[tuple[tuple[str, str, Callable[[TenantStats], int]], ...]] = (
+
+@dataclass(frozen=True, slots=True)
+class TenantReading:
+    """The totals and the present usage of a tenant in one shard, at the time of a scrape."""
+
+    tenant: str
+    shard: str
+    num_accepted: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    # By reason.
+    refused: Mapping[str, int]
+    num_live: int
+    num_waiting_tokens: int
+
+
+_COUNTERS: Final[tuple[tuple[str, str, Callable[[TenantReading], int]], ...]] = (
     (
         "quire:tenant_requests_accepted",
         "Accepted requests of the tenant.",
-        lambda stats: stats.num_accepted,
+        lambda reading: reading.num_accepted,
     ),
     (
         "quire:tenant_prompt_tokens",
         "Prompt tokens of accepted requests, cached ones included.",
-        lambda stats: stats.num_prompt_tokens,
+        lambda reading: reading.num_prompt_tokens,
     ),
     (
         "quire:tenant_generation_tokens",
         "Sampled tokens of the tenant's requests, each counted once.",
-        lambda stats: stats.num_output_tokens,
+        lambda reading: reading.num_output_tokens,
     ),
 )
 
 
-def of_tenants(engines: Mapping[str, Engine]) -> Iterator[Metric]:
-    """Read the totals and the present usage of all tenants, by shard."""
-    tenants: list[tuple[list[str], Engine, TenantStats]] = []
+def read_tenants(engines: Mapping[str, Engine]) -> list[TenantReading]:
+    """Read all tenants, by shard; on the event loop's thread."""
+    readings = []
     for shard, engine in engines.items():
         if engine.shares.has_tenants:
             engine.count_output()
-        named = [(name, stats) for name, stats in engine.stats.tenants.items() if name]
-        tenants += [([name, shard], engine, stats) for name, stats in named]
+        readings += [
+            TenantReading(
+                name,
+                shard,
+                stats.num_accepted,
+                stats.num_prompt_tokens,
+                stats.num_output_tokens,
+                dict(stats.refused),
+                engine.quotas.num_live(name),
+                engine.waiting.num_tokens_of(name),
+            )
+            for name, stats in engine.stats.tenants.items()
+            if name
+        ]
+    return readings
+
+
+def of_tenants(readings: Sequence[TenantReading]) -> Iterator[Metric]:
+    """The metrics of what was read; on any thread."""
     labels = ["tenant", "shard"]
     for metric, meaning, count_of in _COUNTERS:
         counter = CounterMetricFamily(metric, meaning, labels=labels)
-        for values, _, stats in tenants:
-            counter.add_metric(values, count_of(stats))
+        for reading in readings:
+            counter.add_metric([reading.tenant, reading.shard], count_of(reading))
         yield counter
     refused = CounterMetricFamily(
         "quire:tenant_requests_refused",
@@ -61,9 +95,10 @@ def of_tenants(engines: Mapping[str, Engine]) -> Iterator[Metric]:
         "Tokens of the tenant's queued requests that are not assigned to a worker.",
         labels=labels,
     )
-    for values, engine, stats in tenants:
-        for reason, count in stats.refused.items():
+    for reading in readings:
+        values = [reading.tenant, reading.shard]
+        for reason, count in reading.refused.items():
             refused.add_metric([*values, reason.lower()], count)
-        live.add_metric(values, engine.quotas.num_live(values[0]))
-        waiting.add_metric(values, engine.waiting.num_tokens_of(values[0]))
+        live.add_metric(values, reading.num_live)
+        waiting.add_metric(values, reading.num_waiting_tokens)
     yield from (refused, live, waiting)

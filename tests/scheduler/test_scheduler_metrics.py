@@ -1,4 +1,5 @@
 import asyncio
+import threading
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from checking_worker import CheckingWorker
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from scheduler_stack import running_stack
 from scripted_engine import FREE, HELD, ScriptedEngine
@@ -180,6 +182,29 @@ async def test_tenants_are_reported_and_requests_without_keys_have_no_series(
     }
     assert engine.stats.num_accepted == engine.stats.num_refused == 3
     assert engine.num_counts == 1
+
+
+async def test_series_of_tenants_are_made_on_the_thread_of_the_scrape(
+    collector: EngineCollector, engines: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams do not wait for those of thousands of tenants."""
+    engine = engines[0] = ScriptedEngine()
+    engine.shares.of("t")
+    engine.stats.accept("t", 1)
+    engine.stats.refuse("t", "QUEUE_FULL")
+    threads = set()
+
+    def noting(family: Metric, *arguments: object) -> None:
+        if family.name.startswith("quire:tenant_"):
+            threads.add(threading.get_ident())
+        add_metric[type(family)](family, *arguments)
+
+    add_metric = {one: one.add_metric for one in (CounterMetricFamily, GaugeMetricFamily)}
+    for one in add_metric:
+        monkeypatch.setattr(one, "add_metric", noting)
+    await asyncio.to_thread(lambda: list(collector.collect()))
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_each_step_is_counted_by_its_times(
