@@ -17,7 +17,7 @@ from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
-from quire.service.metrics import MetricsServer, export_expiry, serving_metrics
+from quire.service.metrics import MetricsServer, export_expiry, export_process, serving_metrics
 from quire.service.tls import ServerCertificates
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.cluster.membership import Membership
@@ -88,6 +88,7 @@ class Scheduler:
         registry = CollectorRegistry()
         registry.register(self._collector)
         certificates = self._settings.server_certificates("h2")
+        export_process(registry)
         export_expiry(registry, certificates)
         async with serving_metrics(self._settings.metrics_listen, registry) as self.metrics_server:
             await self._serve(certificates)

@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from scripted_engine import FREE, ScriptedEngine
 from gateway_svc.metrics.objectives import parse_objectives
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, unavailable
-from quire.service.metrics import export_expiry
+from quire.service.metrics import export_expiry, export_process
 from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
@@ -73,11 +74,19 @@ def certificate_metrics() -> list[Metric]:
     return list(registry.collect())
 
 
+def process_metrics() -> list[Metric]:
+    registry = CollectorRegistry()
+    export_process(registry)
+    return list(registry.collect())
+
+
 @cache
 def exported() -> Series:
     """The labels of each sample's name, as the services export them."""
     found: Series = defaultdict(set)
-    for metric in (*gateway_metrics(), *scheduler_metrics(), *certificate_metrics()):
+    for metric in chain(
+        gateway_metrics(), scheduler_metrics(), certificate_metrics(), process_metrics()
+    ):
         assert metric.samples, metric.name
         for sample in metric.samples:
             found[sample.name] |= {*sample.labels, *TARGET_LABELS}

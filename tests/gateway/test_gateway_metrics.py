@@ -70,6 +70,7 @@ async def stack(settings_for: Callable[..., GatewaySettings]) -> AsyncIterator[S
 async def test_latencies_and_outcomes_are_counted(stack: Stack) -> None:
     seen = await scrape(stack.gateway)
     assert seen["request_success_total", "stop"] == seen["request_success_total", "length"] == 0
+    assert seen["process_cpu_seconds_total",] > 0
     params = pb.SamplingParams(n=2)
     call = stack.inference.StreamGenerate(
         pb.StreamGenerateRequest(text="The", sampling_params=params)

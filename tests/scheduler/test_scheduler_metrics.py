@@ -261,6 +261,7 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
         server = stack.scheduler.metrics_server
         assert server is not None
         seen = await scrape(server.address)
+    assert seen["process_cpu_seconds_total",] > 0
     num_steps = seen["num_steps_total", A]
     # A step that only journals a request's last token has no plan.
     assert num_steps - 2 <= seen["step_time_seconds_count", A] <= num_steps
