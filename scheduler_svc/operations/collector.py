@@ -68,7 +68,11 @@ _COUNTERS: Final[tuple[tuple[str, str, _Count], ...]] = (
         "Prompt tokens computed, including recomputed ones.",
         lambda stats: stats.num_prefill_tokens,
     ),
-    ("quire:generation_tokens", "Output tokens.", lambda stats: stats.num_sampled_tokens),
+    (
+        "quire:generation_tokens",
+        "Sampled tokens, including those after the end of an output.",
+        lambda stats: stats.num_sampled_tokens,
+    ),
     (
         "quire:forced_tokens",
         "Output tokens that jumps have added: their grammar left no choice.",

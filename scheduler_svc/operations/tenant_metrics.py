@@ -43,7 +43,7 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[TenantReading], int]], ...]] = 
     ),
     (
         "quire:tenant_generation_tokens",
-        "Sampled tokens of the tenant's requests, each counted once.",
+        "Output tokens of the tenant's requests, each counted once.",
         lambda reading: reading.num_output_tokens,
     ),
 )
