@@ -64,7 +64,7 @@ class Scheduler:
         self._process: Process | None = None
         self._health = Health([_REDIS, _LEAD, _WORKER], _SERVICES)
         self._steps = StepHistograms()
-        self._collector = EngineCollector(self._steps, self._engines)
+        self._collector = EngineCollector(self._steps, self._engines, self._holds_lease)
         self._server = Server(Limits(INTERNAL_MESSAGE_BYTES))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(
             SchedulerServicer(self._handler_of, self._leader_address, self._num_shards),
@@ -203,6 +203,10 @@ class Scheduler:
 
     def _membership(self) -> Membership | None:
         return None if self._process is None else self._process.membership
+
+    def _holds_lease(self, shard: int) -> bool:
+        term = self.shards[shard].term
+        return term is not None and term.lease.is_held
 
     def _engines(self) -> dict[int, Engine | None]:
         """By shard, None for those that others lead."""

@@ -51,7 +51,7 @@ def scheduler_metrics() -> list[Metric]:
     async def collect() -> list[Metric]:
         steps = StepHistograms()
         engine: Any = ScriptedEngine()
-        collector = EngineCollector(steps, lambda: {0: engine})
+        collector = EngineCollector(steps, lambda: {0: engine}, lambda _: True)
         drafts = Counter({0: 1})
         engine.add(10, FREE).stats = LaneStats(draft_tokens=drafts, accepted_tokens=drafts)
         steps.observe(StepTiming(10, 0.1, 0.1, 0.1, 1))

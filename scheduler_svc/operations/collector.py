@@ -207,10 +207,15 @@ class EngineCollector(Collector):
     """
 
     def __init__(
-        self, steps: StepHistograms, engines: Callable[[], Mapping[int, Engine | None]]
+        self,
+        steps: StepHistograms,
+        engines: Callable[[], Mapping[int, Engine | None]],
+        holds_lease: Callable[[int], bool],
     ) -> None:
-        """`engines` returns those of all shards, None for shards that others lead."""
+        """`engines` returns those of all shards, None for shards that others lead; `holds_lease`
+        whether the lease of a shard with an engine has certainly not expired."""
         self._engines = engines
+        self._holds_lease = holds_lease
         self._steps = steps
         self._loop = asyncio.get_running_loop()
 
@@ -226,11 +231,11 @@ class EngineCollector(Collector):
         by_shard = self._engines()
         leads = GaugeMetricFamily(
             "quire:leader",
-            "1 if this scheduler leads the shard, 0 if it is a standby.",
+            "1 if this scheduler leads the shard, 0 if not, or if its lease may have expired.",
             labels=["shard"],
         )
         for shard, engine in by_shard.items():
-            leads.add_metric([str(shard)], engine is not None)
+            leads.add_metric([str(shard)], engine is not None and self._holds_lease(shard))
         num_shards = GaugeMetricFamily("quire:num_shards", "Shards of all schedulers.")
         num_shards.add_metric([], len(by_shard))
         engines = {str(shard): engine for shard, engine in by_shard.items() if engine is not None}

@@ -59,10 +59,16 @@ async def engines() -> dict[int, ScriptedEngine | None]:
 
 
 @pytest.fixture
+async def leases() -> dict[int, bool]:
+    """Whether the lease is held, by shard."""
+    return {0: True, 1: True}
+
+
+@pytest.fixture
 async def collector(
-    steps: StepHistograms, engines: dict[int, ScriptedEngine | None]
+    steps: StepHistograms, engines: dict[int, ScriptedEngine | None], leases: dict[int, bool]
 ) -> EngineCollector:
-    return EngineCollector(steps, lambda: engines)
+    return EngineCollector(steps, lambda: engines, leases.__getitem__)
 
 
 @pytest.fixture
@@ -76,6 +82,17 @@ async def server(collector: EngineCollector) -> AsyncIterator[MetricsServer]:
 
 async def test_a_standby_reports_only_that_it_does_not_lead(server: MetricsServer) -> None:
     assert await scrape(server.address) == {("leader", "0"): 0, ("num_shards",): 1}
+
+
+async def test_a_leader_whose_lease_may_have_expired_does_not_report_to_lead(
+    server: MetricsServer, engines: dict, leases: dict
+) -> None:
+    """As while Redis is away; its engine is reported as before."""
+    engines[0] = ScriptedEngine()
+    assert (await scrape(server.address))["leader", "0"] == 1
+    leases[0] = False
+    seen = await scrape(server.address)
+    assert seen["leader", "0"] == seen["requests_accepted_total", "0"] == 0
 
 
 async def test_the_engine_and_its_lanes_are_reported(server: MetricsServer, engines: dict) -> None:
