@@ -9,12 +9,13 @@ import uvloop
 from gateway_svc.access.keys_file import KeysFileError
 from gateway_svc.server import serve
 from gateway_svc.settings import GatewaySettings
-from quire.service.lifecycle import end_at_interrupts
+from quire.service.lifecycle import end_at_interrupts, raise_file_limit
 from quire.service.logs import configure_logging
 
 
 def main() -> None:
     end_at_interrupts()
+    raise_file_limit()
     settings = GatewaySettings.load()
     configure_logging("gateway", settings.log_level, settings.log_format)
     # `--tokenizer-threads` is the number of threads, not that of the library's own pool.

@@ -6,7 +6,7 @@ import sys
 import structlog
 import uvloop
 
-from quire.service.lifecycle import Signals, end_at_interrupts
+from quire.service.lifecycle import Signals, end_at_interrupts, raise_file_limit
 from quire.service.logs import configure_logging
 from quire.service.settings import stop
 from scheduler_svc.huge_pages import keep_in_huge_pages
@@ -31,6 +31,7 @@ async def _run(settings: SchedulerSettings) -> None:
 
 def main() -> None:
     end_at_interrupts()
+    raise_file_limit()
     settings = SchedulerSettings.load()
     try:
         # The settings themselves are also read where no client of Redis is installed.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import signal
 from collections.abc import (
     AsyncIterable,
@@ -66,6 +67,15 @@ def end_at_interrupts() -> None:
     installed."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may. The usual limit of 1,024 exists for programs
+    that call select(2)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems have no limit, and refuse to set that.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def start_server(

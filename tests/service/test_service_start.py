@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
-from quire.service.lifecycle import start_server
+from quire.service.lifecycle import raise_file_limit, start_server
 
 SERVICE = "example.v1.ExampleService"
 
@@ -130,3 +131,13 @@ async def test_an_address_in_use_has_a_clear_message(address: str) -> None:
     with pytest.raises(OSError, match=address) as caught:
         await start_server(Server(Limits(PUBLIC_MESSAGE_BYTES)), address, (), Health(()))
     assert "GRPC_VERBOSITY" not in str(caught.value)
+
+
+def test_services_open_as_many_files_as_they_may() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
