@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -20,16 +21,19 @@ from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
+from quire.service.http2.accepting import Acceptor, share_of_files
 from quire.service.http2.listening import bind
 from quire.service.lifecycle import write_address
 from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
-_BACKLOG = 2048
+_BACKLOG = 1024
 _SHUTDOWN_S = 1
 # How often the Date header is set.
 _TICK_S = 1.0
+# Of the files that the process may open, that connections may use. Those of gRPC may use half.
+_SHARE_OF_FILES = 0.375
 
 
 class HttpServer:
@@ -63,7 +67,6 @@ class HttpServer:
             ws="none",
             http=connection_type(max_connection_age_s),
             server_header=False,
-            backlog=_BACKLOG,
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
         config.load()
@@ -113,12 +116,36 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._exiting = asyncio.Event()
+        self._acceptor = Acceptor(
+            self._connection,
+            lambda: len(self.server_state.connections),
+            share_of_files(_SHARE_OF_FILES),
+        )
 
     def exit(self) -> None:
         """End without waiting for connections and requests."""
         self.should_exit = True
         self.force_exit = True
         self._exiting.set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections up to a limit, which uvicorn's own servers have not."""
+        self.servers = []
+        for bound in sockets or ():
+            self._acceptor.listen(bound, self.config.ssl)
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._acceptor.close()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> asyncio.Protocol:
+        # Its type is that of a factory, whose parameters uvicorn does not declare.
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
     async def main_loop(self) -> None:
         """Wake for the Date header and for the end; uvicorn's own loop wakes ten times a second."""

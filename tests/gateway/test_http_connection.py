@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import resource
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
+import httpx2
 import pytest
+from gateway_stack import Stack
 from http_client import Http
 
 from gateway_svc.admission import http_connection
@@ -105,3 +108,29 @@ async def test_what_is_not_http_gets_an_error_in_json(http: Http) -> None:
         status, body = await response(reader)
         assert (status, body["error"]["code"]) == (400, "malformed_http")
         assert await reader.read() == b""
+
+
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+
+
+@pytest.mark.usefixtures("few_files")
+async def test_idle_connections_leave_files_for_other_protocols(
+    stack: Stack, http: Http, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with AsyncExitStack() as opened:
+        idle = [await opened.enter_async_context(connected(http)) for _ in range(6)]
+        for _ in range(2):
+            async with connected(http) as (reader, _writer):
+                with suppress(ConnectionError):
+                    assert await reader.read() == b""
+        assert capsys.readouterr().out.count("connections are refused") == 1
+        await stack.check_next_request()
+        assert not any(reader.at_eof() for reader, _ in idle)
+    # There is room again, as soon as the server has noticed it.
+    async with asyncio.timeout(10):
+        is_served = False
+        while not is_served:
+            with suppress(httpx2.TransportError):
+                is_served = (await http.client.get("/health")).status_code == 200

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import resource
 import ssl
+import sys
 from collections.abc import Callable
 from socket import AF_UNIX, IPPROTO_TCP, TCP_NODELAY, socket
 from typing import Final
@@ -17,6 +19,12 @@ _HANDSHAKE_TIMEOUT_S: Final = 10.0
 # The process or the machine lacks files or memory for another connection.
 _LACKING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RETRY_S: Final = 1.0
+
+
+def share_of_files(share: float) -> int:
+    """A share of the number of files that this process may open."""
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if max_files == resource.RLIM_INFINITY else int(max_files * share)
 
 
 class Acceptor:

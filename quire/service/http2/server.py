@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import resource
 import ssl
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Final
 
 import grpc
 
-from quire.service.http2.accepting import Acceptor
+from quire.service.http2.accepting import Acceptor, share_of_files
 from quire.service.http2.limits import Limits
 from quire.service.http2.listening import bind, naming_address
 from quire.service.http2.server_call import Handler, Metadata
@@ -23,6 +21,8 @@ from quire.service.tls import ServerCertificates
 
 # A handler that was cancelled has this long to clean up before the server counts as stopped.
 _CANCELLED_WITHIN_S: Final = 1.0
+# That connections may use; the others are for connections to other services.
+_SHARE_OF_FILES: Final = 0.5
 
 
 @dataclass
@@ -31,12 +31,6 @@ class _Called(grpc.HandlerCallDetails):
 
     method: str
     invocation_metadata: Metadata = ()
-
-
-def _half_of_files() -> int:
-    """Half of the number of files that this process may open."""
-    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if max_files == resource.RLIM_INFINITY else max_files // 2
 
 
 class Server(grpc.aio.Server):
@@ -61,7 +55,7 @@ class Server(grpc.aio.Server):
         self._acceptor = Acceptor(
             self._connection,
             lambda: len(self._connections),
-            _half_of_files() if max_connections is None else max_connections,
+            share_of_files(_SHARE_OF_FILES) if max_connections is None else max_connections,
         )
         self._unix_paths: list[Path] = []
         # Set while there is no connection.
