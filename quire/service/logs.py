@@ -1,18 +1,34 @@
-"""Structured logs: human-readable on a terminal, else JSON lines; without prompts and outputs."""
+"""Structured logs: human-readable on a terminal, else JSON lines; without prompts and outputs.
 
+No service waits long for the reader of its log.
+"""
+
+import io
 import logging
+import os
+import select
 import sys
+import threading
+import time
 import warnings
 from contextlib import suppress
-from typing import Literal
+from typing import Final, Literal, TextIO
 
 import structlog
+
+# A pipe that has room has room for this many bytes.
+_PART_BYTES: Final = select.PIPE_BUF
+# Bursts may be faster than the reader. The whole service waits meanwhile, so this long and this
+# often at most.
+_WAIT_S: Final = 0.5
+_WAIT_INTERVAL_S: Final = 10.0
 
 
 def configure_logging(
     service: str, level: str = "info", log_format: Literal["auto", "human", "json"] = "auto"
 ) -> None:
     """Write records of structlog and logging, and Python's warnings, to stderr in one format."""
+    output = _Output(sys.stderr)
     human = log_format == "human" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -30,10 +46,10 @@ def configure_logging(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         # Bypasses the standard library, where a line costs twice as much.
-        logger_factory=lambda *_: _Lines(sys.stderr),
+        logger_factory=lambda *_: _Lines(output),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -58,12 +74,76 @@ def _log_warning(
     structlog.get_logger().warning(str(message), category=category.__name__)
 
 
-class _Lines(structlog.WriteLogger):
-    """Writes rendered records; a broken pipe is ignored."""
+class _Output(io.TextIOBase):
+    """Writes records to a stream. Those that a pipe or terminal has no room for are left out, and
+    their number is logged when it has; one without a reader is ignored."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._file = _descriptor(stream)
+        self._encoding = stream.encoding or "utf-8"
+        self._poll = select.poll()
+        if self._file is not None:
+            self._poll.register(self._file, select.POLLOUT)
+        self._lock = threading.RLock()
+        self._num_lost = 0
+        # Whether the last record ends within its line.
+        self._is_cut = False
+        self._may_wait_at = 0.0
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError), self._lock:
+            if self._file is None:
+                self._stream.write(text)
+                self._stream.flush()
+                return len(text)
+            self._report_lost()
+            self._write(self._file, text.encode(self._encoding, "backslashreplace"))
+        return len(text)
+
+    def _write(self, file: int, record: bytes) -> None:
+        left = b"\n" + record if self._is_cut else record
+        while left:
+            if not self._has_room():
+                self._num_lost += 1
+                self._is_cut = self._is_cut or len(left) < len(record)
+                return
+            left = left[os.write(file, left[:_PART_BYTES]) :]
+        self._is_cut = False
+
+    def _report_lost(self) -> None:
+        if self._num_lost and self._poll.poll(0):
+            num_lost, self._num_lost = self._num_lost, 0
+            message = "log records were left out: they were not read in time"
+            structlog.get_logger().error(message, records=num_lost)
+
+    def _has_room(self) -> bool:
+        if self._poll.poll(0):
+            return True
+        if self._num_lost or time.monotonic() < self._may_wait_at:
+            return False
+        has_room = bool(self._poll.poll(_WAIT_S * 1000))
+        self._may_wait_at = time.monotonic() + _WAIT_INTERVAL_S
+        return has_room
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """None for a stream in memory."""
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+class _Lines:
+    """Writes rendered records, without a lock: the output has its own, which a thread that holds it
+    may take again."""
+
+    def __init__(self, output: _Output) -> None:
+        self._output = output
 
     def msg(self, message: str) -> None:
-        with suppress(OSError, ValueError):
-            super().msg(message)
+        self._output.write(f"{message}\n")
 
     log = debug = info = warn = warning = msg
     fatal = failure = err = error = critical = exception = msg

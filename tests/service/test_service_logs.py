@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -73,3 +74,23 @@ def test_a_closed_terminal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     configure_logging("gateway", "info", "human")
     structlog.get_logger().info("request ended")
     structlog.get_logger().error("and more")
+
+
+def test_a_pipe_that_is_not_read_leaves_out_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a record that is longer than the rest of the pipe; their number is logged later."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as pipe, open(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        configure_logging("gateway", "info", "json")
+        for number in range(100):
+            logger = structlog.get_logger() if number % 2 else logging.getLogger("library")
+            logger.info("x" * 5000)
+        records = pipe.read(2**20).splitlines()
+        structlog.get_logger().info("read again")
+        later = pipe.read(2**20).splitlines()
+    complete = [json.loads(line) for line in records[:-1]]
+    assert {record["event"] for record in complete} == {"x" * 5000}
+    num_cut = 0 if records[-1].endswith(b"}") else 1
+    lost, again = (json.loads(line) for line in later if line)
+    assert lost["records"] == 100 - len(records) + num_cut
+    assert again["event"] == "read again"
