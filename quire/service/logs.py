@@ -28,6 +28,7 @@ def configure_logging(
     service: str, level: str = "info", log_format: Literal["auto", "human", "json"] = "auto"
 ) -> None:
     """Write records of structlog and logging, and Python's warnings, to stderr in one format."""
+    _open_standard_files()
     output = _Output(sys.stderr)
     human = log_format == "human" or (log_format == "auto" and sys.stderr.isatty())
     shared: list[structlog.typing.Processor] = [
@@ -72,6 +73,20 @@ def _log_warning(
 ) -> None:
     """Log a Python warning as a record, without its source line."""
     structlog.get_logger().warning(str(message), category=category.__name__)
+
+
+def _open_standard_files() -> None:
+    """Open those of stdin, stdout and stderr that the process was started without, so that no other
+    file gets their numbers. They discard what is written."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
 
 
 class _Output(io.TextIOBase):

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -94,3 +95,14 @@ def test_a_pipe_that_is_not_read_leaves_out_records(monkeypatch: pytest.MonkeyPa
     lost, again = (json.loads(line) for line in later if line)
     assert lost["records"] == 100 - len(records) + num_cut
     assert again["event"] == "read again"
+
+
+def test_a_process_without_standard_files_logs_nothing() -> None:
+    """Their numbers are those of no other files."""
+    program = (
+        "import os, structlog, sys; from quire.service.logs import configure_logging;"
+        "configure_logging('gateway'); structlog.get_logger().info('started');"
+        "sys.stdout.flush(); sys.exit(os.pipe()[0] if os.pipe()[0] < 3 else 0)"
+    )
+    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program]
+    assert subprocess.run(closed, timeout=60).returncode == 0
