@@ -61,6 +61,8 @@ class Coordinator:
         # By address, when a worker's name has last resolved.
         self._last_seen = dict.fromkeys(membership.map.workers, started_at)
         self._hand_overs = HandOvers(clock)
+        # The last map that was sent to Redis. Without a reply it may have been read by others.
+        self._sent = membership.map
         self._lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -111,10 +113,14 @@ class Coordinator:
             if self._membership.is_map_lost and not present.version:
                 # Above that of the map that was lost: others may remember it.
                 following = replace(following, version=self._membership.now_ms)
+            if following.version <= self._sent.version and following != self._sent:
+                # Others ignore another map of a version that they have read.
+                following = replace(following, version=self._sent.version + 1)
             if following is not present:
                 self._changed_at = self._clock()
             elif not (is_forced and present.version):
                 return
+            self._sent = following
             written_ms = await self._store.write_map(following.pack())
             self._membership.set_map(following, written_ms)
             log_change(present, following)

@@ -294,6 +294,31 @@ async def test_the_map_is_written_at_first_and_again_after_lost_writes(
     assert written.map.version == 8
 
 
+@pytest.mark.parametrize("following", [{"x:0", "x:2"}, {"x:0"}], ids=["another one", "as before"])
+async def test_a_map_after_one_without_a_reply_is_newer(
+    cluster, written, leader, following
+) -> None:
+    """Redis may have written the map whose reply was lost, and others may have read it."""
+    written.all = frozenset({"x:0"})
+    decides = coordinator(leader, written)
+    await decides.set_num_shards(2, nothing)
+    other = cluster.member("b")
+    written.all = frozenset({"x:1"})
+    written.is_silent = True
+    with pytest.raises(StoreUnavailable):
+        await decides._update(None)
+    await beat(other)
+    assert other.map.workers.keys() == {"x:0", "x:1"}
+    # The names of workers do not keep the last ones any more.
+    cluster.now_s += KEEP_WORKER_S
+    written.is_silent = False
+    written.all = following
+    await decides._update(None)
+    await beat(other)
+    assert other.map == leader.map == written.map
+    assert other.map.workers.keys() == following
+
+
 async def test_a_map_that_was_lost_is_replaced_by_one_that_others_take(
     cluster, written, leader, monkeypatch
 ) -> None:

@@ -6,6 +6,7 @@ from scheduler_svc.cluster.cluster_map import ClusterMap
 from scheduler_svc.cluster.coordinator import Coordinator
 from scheduler_svc.cluster.membership import Membership
 from scheduler_svc.store.cluster import ClusterReading, Timed
+from scheduler_svc.store.errors import StoreUnavailable
 
 EXPIRY_S = 3.0
 
@@ -59,6 +60,8 @@ class Written:
         self.cluster = cluster
         self.num_writes = 0
         self.error: Exception | None = None
+        # Whether calls are executed, and their replies are lost.
+        self.is_silent = False
         self.all: frozenset[str] = frozenset()
 
     async def write_map(self, packed: bytes) -> int:
@@ -66,6 +69,8 @@ class Written:
             raise self.error
         self.num_writes += 1
         self.cluster.map = packed
+        if self.is_silent:
+            raise StoreUnavailable("no reply")
         return self.cluster.now_ms
 
     @property
