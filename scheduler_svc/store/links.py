@@ -131,10 +131,9 @@ async def find_primary(servers: _Servers) -> tuple[str, int]:
     All of them are asked at once: one that hangs would take the time of those after it, and one
     that was cut off from the others may still name the primary before a failover.
     """
-    pending = {asyncio.create_task(_ask(servers, *address)) for address in servers.addresses}
-    asked = list(pending)
+    asked = [asyncio.create_task(_ask(servers, *address)) for address in servers.addresses]
+    pending = set(asked)
     found: list[_Named] = []
-    failures: list[str] = []
     try:
         while pending:
             done, pending = await asyncio.wait(
@@ -144,19 +143,16 @@ async def find_primary(servers: _Servers) -> tuple[str, int]:
             )
             if not done:
                 break
-            for result in [task.result() for task in done]:
-                if isinstance(result, str):
-                    failures.append(result)
-                else:
-                    found.append(result)
+            results = [task.result() for task in done]
+            found += [result for result in results if isinstance(result, _Named)]
     finally:
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
     if not found:
-        raise RedisConnectionError(
-            f"no Sentinel names a primary of {servers.service!r}: {'; '.join(failures)}"
-        )
+        # In the order of the URL, whichever responds first: reasons are logged once.
+        reasons = "; ".join(str(task.result()) for task in asked)
+        raise RedisConnectionError(f"no Sentinel names a primary of {servers.service!r}: {reasons}")
     return max(found, key=lambda named: named.config_epoch).address
 
 

@@ -337,6 +337,19 @@ async def test_sentinels_without_a_primary_say_why(tmp_path: Path) -> None:
         one.kill()
 
 
+async def test_sentinels_without_a_primary_say_why_in_their_order(tmp_path: Path) -> None:
+    """Reasons are logged once: the order in which Sentinels respond must not change them."""
+    one = sentinel(tmp_path, 1, 1)
+    addresses = [f"127.0.0.1:{one.port}", "127.0.0.1:2"]
+    try:
+        for order in (addresses, addresses[::-1]):
+            servers = link_to(f"redis+sentinel://{','.join(order)}/other", 5)._servers
+            with pytest.raises(RedisConnectionError, match=".*".join(order)):
+                await find_primary(servers)
+    finally:
+        one.kill()
+
+
 async def test_unreachable_servers_are_unavailable() -> None:
     for kind in ("sentinel", "cluster"):
         with pytest.raises(StoreUnavailable):
