@@ -202,8 +202,8 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         # The client takes a first primary for granted.
         raise RedisConnectionError("no node of the Redis Cluster has slots") from error
     finally:
-        await nodes.aclose("startup_nodes")
-        await nodes.aclose()
+        # To the end if it is cancelled meanwhile: the client logs connections that stay open.
+        await asyncio.shield(asyncio.gather(nodes.aclose("startup_nodes"), nodes.aclose()))
     assert node is not None
     return str(node.host), int(node.port)
 

@@ -1,6 +1,7 @@
 """URLs of several Redis servers, and real ones: a cluster and Sentinels that lose their primary."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TypeVar
 
 import pytest
 import redis
+from redis.asyncio.cluster import NodesManager
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_groups import Cluster, Sentinels, Server, running
 from waiting import until
@@ -259,6 +261,34 @@ async def test_a_cluster_without_slots_is_unavailable(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable, match="has slots"):
             await store.lease.leader()
         await store.close()
+    finally:
+        server.kill()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_search_that_is_cancelled_leaves_no_connection_to_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path, "cluster-enabled yes")
+    server.do("CLUSTER", "ADDSLOTS", *range(16384))
+    servers = link_to(f"redis+cluster://127.0.0.1:{server.port}", 5, key="key")._servers
+    logged: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: logged.append(context))
+    searches: list[asyncio.Task[tuple[str, int]]] = []
+    close = NodesManager.aclose
+
+    def close_cancelled(nodes: NodesManager, *args: str) -> Awaitable[None]:
+        searches[0].cancel()
+        return close(nodes, *args)
+
+    monkeypatch.setattr(NodesManager, "aclose", close_cancelled)
+    try:
+        searches.append(asyncio.create_task(find_node(servers)))
+        await asyncio.wait(searches)
+        assert searches.pop().cancelled()
+        gc.collect()
+        assert not logged
     finally:
         server.kill()
 
