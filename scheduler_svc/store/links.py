@@ -203,7 +203,8 @@ async def find_node(servers: _Servers) -> tuple[str, int]:
         raise RedisConnectionError("no node of the Redis Cluster has slots") from error
     finally:
         # To the end if it is cancelled meanwhile: the client logs connections that stay open.
-        await asyncio.shield(asyncio.gather(nodes.aclose("startup_nodes"), nodes.aclose()))
+        closing = (nodes.aclose("startup_nodes"), nodes.aclose())
+        await asyncio.shield(asyncio.gather(*closing, return_exceptions=True))
     assert node is not None
     return str(node.host), int(node.port)
 

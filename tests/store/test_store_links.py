@@ -11,6 +11,7 @@ import pytest
 import redis
 from redis.asyncio.cluster import NodesManager
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis_groups import Cluster, Sentinels, Server, running
 from waiting import until
 
@@ -280,13 +281,20 @@ async def test_a_search_that_is_cancelled_leaves_no_connection_to_a_cluster(
 
     def close_cancelled(nodes: NodesManager, *args: str) -> Awaitable[None]:
         searches[0].cancel()
-        return close(nodes, *args)
+        return close_slowly(nodes, *args)
+
+    async def close_slowly(nodes: NodesManager, *args: str) -> None:
+        await close(nodes, *args)
+        raise RedisTimeoutError("timed out closing a connection")
 
     monkeypatch.setattr(NodesManager, "aclose", close_cancelled)
     try:
         searches.append(asyncio.create_task(find_node(servers)))
         await asyncio.wait(searches)
         assert searches.pop().cancelled()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)
         gc.collect()
         assert not logged
     finally:
