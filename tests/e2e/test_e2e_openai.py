@@ -177,7 +177,10 @@ def test_a_response_is_streamed_retrieved_and_cancelled(client: openai.OpenAI) -
     assert last.output_text == response.output_text
     assert client.responses.retrieve(last.id).output_text == response.output_text
     background = client.responses.create(
-        **{**shared, "max_output_tokens": 900}, background=True, extra_body={"seed": 1}
+        **{**shared, "max_output_tokens": 900},
+        background=True,
+        # Otherwise it would end within milliseconds.
+        extra_body={"min_tokens": 900},
     )
     assert background.status == "queued"
     assert client.responses.cancel(background.id).status == "cancelled"
