@@ -24,7 +24,7 @@ from gateway_svc.access.tenant import (
     TenantLimits,
 )
 from quire.service.api_keys import TENANT_NAME
-from quire.service.file_version import check_regular
+from quire.service.files import check_regular
 
 # Each has its own series of every histogram by class.
 MAX_CLASSES = 8

@@ -11,7 +11,7 @@ from gateway_svc.access.keys_file import (
     KeysFileUnreadableError,
     read_keys_file,
 )
-from quire.service.file_version import file_version
+from quire.service.files import file_version
 
 log = structlog.get_logger()
 

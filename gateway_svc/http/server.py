@@ -21,9 +21,9 @@ from gateway_svc.http.live_requests import LiveRequests
 from gateway_svc.http.traced_app import TracedApp
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
+from quire.service.files import replace_contents
 from quire.service.http2.accepting import Acceptor, share_of_files
 from quire.service.http2.listening import bind
-from quire.service.lifecycle import write_address
 from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
@@ -82,7 +82,7 @@ class HttpServer:
         self.address = f"{host}:{sockets[0].getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve(sockets))
         if address_file is not None:
-            write_address(address_file, self.address)
+            replace_contents(address_file, self.address)
         log.info("serving HTTP", address=self.address, tls=self._server.config.ssl is not None)
 
     async def stop(self) -> None:

@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from quire.service.errors import abort, failed
+from quire.service.files import replace_contents
 from quire.service.health import Health
 from quire.service.http2.server import Server
 from quire.service.tls import ServerCertificates
@@ -101,16 +102,9 @@ async def start_server(
     await server.start()
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
     if address_file is not None:
-        write_address(address_file, address)
+        replace_contents(address_file, address)
     log.info("listening", address=address, tls=certificates is not None)
     return address
-
-
-def write_address(file: Path, address: str) -> None:
-    """Write a bound address. The file is renamed into place, so that it is never partial."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(address)
-    partial.rename(file)
 
 
 class _Reflection(reflection.aio.ReflectionServicer):

@@ -1,8 +1,9 @@
 """The file in which a service reports what it does at its start, for the process that waits."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from quire.service.files import replace_contents
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,7 @@ class Progress:
 
 def write_progress(file: Path, progress: Progress) -> None:
     """Replace the file, so that a reader never finds a part of it."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(f"{progress.action}\n{progress.detail}")
-    os.replace(partial, file)
+    replace_contents(file, f"{progress.action}\n{progress.detail}")
 
 
 def read_progress(file: Path) -> Progress | None:

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 import structlog
 
-from quire.service.file_version import FileVersion, check_regular, file_version
+from quire.service.files import FileVersion, check_regular, file_version
 
 log = structlog.get_logger()
 

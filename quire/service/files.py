@@ -1,4 +1,4 @@
-"""Versions of files, by which a change is seen."""
+"""Files that are read again when they change, and files that others read while they are written."""
 
 import errno
 import os
@@ -28,3 +28,16 @@ def check_regular(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+
+
+def replace_contents(path: Path, text: str) -> None:
+    """Rename a file into place, so that a reader never finds a part of it. What is no regular file,
+    such as /dev/stdout, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
+    # A link stays one.
+    path = path.resolve()
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
