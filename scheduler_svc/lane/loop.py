@@ -123,6 +123,8 @@ class LaneLoop:
         if self._stream.lost:
             raise self._stream.lost
         if self._may_step() and await self._step():
+            # Its plan may be complete, and other sequences be here, at the next check.
+            self._stall_watch.cancel()
             return True
         is_over = self._halting or (self._assignments.draining and self._table.is_empty)
         if is_over and not self.in_flight:

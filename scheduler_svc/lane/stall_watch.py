@@ -25,7 +25,7 @@ _MAX_LOGGED: Final = 8
 
 
 class StallWatch:
-    """The time for which one lane has had sequences and nothing in flight."""
+    """The time for which one lane has had sequences, and neither a step nor a plan in flight."""
 
     def __init__(self, table: SequenceTable, wake: Callable[[], None]) -> None:
         """`wake` lets the lane look for work again, and then `check`."""
@@ -47,6 +47,7 @@ class StallWatch:
             raise LaneLost(f"it had sequences and ran none of them for {STALL_S:g} s")
 
     def cancel(self) -> None:
+        """To be called after a step, too. The next check begins anew."""
         self._since = None
         if self._timer is not None:
             self._timer.cancel()

@@ -11,7 +11,9 @@ from waiting import until
 
 from scheduler_svc.lane import stall_watch
 from scheduler_svc.lane.lane import Lane
+from scheduler_svc.lane.pool_client import PoolClient
 from scheduler_svc.lane.sequence_table import SequenceTable
+from scheduler_svc.store.types import Commit, CommitReply
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,50 @@ async def test_lanes_that_are_empty_or_wait_for_a_worker_stay(redis_url, sockets
             worker.gate.set()
             await gateway.wait_ended(attachment)
             await pause()
+            lost.assert_not_called()
+        await worker.check()
+
+
+async def test_steps_end_a_stall(redis_url, sockets):
+    """Redis is away for longer than a stall, and the next request arrives in the step that ends the
+    one before, so that the lane is never seen empty or with a plan in flight."""
+    worker = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}, multi_step_s=0.05) as stack:
+        gateway = await stack.gateway()
+        await until(lambda: stack.engine.lanes, "the lane")
+        [lane] = stack.engine.lanes.values()
+        assigned, commit, assign = asyncio.Event(), PoolClient.commit, Lane.assign
+        requests: list[int] = []
+
+        def assign_and_note(lane: Lane, *args: object) -> None:
+            assign(lane, *args)
+            assigned.set()
+
+        async def slow_commit(pool: PoolClient, step: Commit) -> CommitReply:
+            if step.admissions and len(requests) == 1:
+                await pause()
+            reply = await commit(pool, step)
+            if len(requests) == 1 and not step.admissions:
+                await until(
+                    lambda: lane.num_in_flight == len(lane._loop._stream._results), "results"
+                )
+                if lane.is_empty:
+                    assigned.clear()
+                    requests.append(await submit())
+                    await assigned.wait()
+            return reply
+
+        async def submit() -> int:
+            return await gateway.submit(prompt(9), 1, deferred_delivery=True)
+
+        with (
+            patch.object(PoolClient, "commit", slow_commit),
+            patch.object(Lane, "assign", assign_and_note),
+            patch.object(Lane, "mark_suspects") as lost,
+        ):
+            requests.append(await submit())
+            await until(lambda: len(requests) == 2, "the second request")
+            await check_outputs(gateway)
             lost.assert_not_called()
         await worker.check()
 
