@@ -133,6 +133,12 @@ def test_busy_is_a_share_of_the_interval(busy_ms, share):
     assert report(now, before, width=100)[4].split()[7] == share
 
 
+def test_a_worker_whose_lane_was_opened_again_has_no_rates():
+    """Its counters begin with 0, as after a lost connection."""
+    before, now = reading(60, 100, 1000, busy_s=10), reading(62, 3, 40, busy_s=1)
+    assert report(now, before, width=100)[4].split()[4:8] == ["-"] * 4
+
+
 def test_without_a_previous_status_of_the_same_leadership_there_are_no_rates():
     now = reading(1, 150, 300)
     for before in (None, reading(60, 100, 100, epoch=6)):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from quire.cli.table import aligned
@@ -27,6 +27,10 @@ class Change:
     now: WorkerStatus
     before: WorkerStatus | None
     seconds: float
+
+    @property
+    def is_reset(self) -> bool:
+        return self.before is not None and self.now.num_steps < self.before.num_steps
 
     def rate(self, total: Callable[[WorkerStatus], float]) -> float | None:
         """Increase of a counter per second."""
@@ -79,12 +83,14 @@ def cluster_report(now: ClusterStatus, before: ClusterStatus | None, width: int)
 
 
 def changes_of(now: GetStatusResponse, before: GetStatusResponse | None) -> list[Change]:
-    """Each worker's change; without a previous status if that is none of the same term."""
+    """Each worker's change; without a previous status if that is none of the same term, or if the
+    worker was connected again since, which resets its counters."""
     if before is None or before.epoch != now.epoch:
         return [Change(worker, None, 0.0) for worker in now.workers]
     seconds = (now.uptime_ms - before.uptime_ms) / 1000
     previous = {worker.incarnation: worker for worker in before.workers}
-    return [Change(worker, previous.get(worker.incarnation), seconds) for worker in now.workers]
+    changes = [Change(worker, previous.get(worker.incarnation), seconds) for worker in now.workers]
+    return [replace(change, before=None) if change.is_reset else change for change in changes]
 
 
 def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
