@@ -18,8 +18,8 @@ import structlog
 
 # A pipe that has room has room for this many bytes.
 _PART_BYTES: Final = select.PIPE_BUF
-# Bursts may be faster than the reader. The whole service waits meanwhile, so this long and this
-# often at most.
+# Bursts may be faster than the reader. The whole service waits meanwhile, so this long in each
+# interval at most, all waits together.
 _WAIT_S: Final = 0.5
 _WAIT_INTERVAL_S: Final = 10.0
 
@@ -104,7 +104,9 @@ class _Output(io.TextIOBase):
         self._num_lost = 0
         # Whether the last record ends within its line.
         self._is_cut = False
-        self._may_wait_at = 0.0
+        # The rest of the present interval's time, and when the next one may begin.
+        self._wait_s = 0.0
+        self._next_interval_at = 0.0
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError), self._lock:
@@ -135,10 +137,13 @@ class _Output(io.TextIOBase):
     def _has_room(self) -> bool:
         if self._poll.poll(0):
             return True
-        if self._num_lost or time.monotonic() < self._may_wait_at:
+        now = time.monotonic()
+        if now >= self._next_interval_at:
+            self._wait_s, self._next_interval_at = _WAIT_S, now + _WAIT_INTERVAL_S
+        if self._num_lost or self._wait_s <= 0:
             return False
-        has_room = bool(self._poll.poll(_WAIT_S * 1000))
-        self._may_wait_at = time.monotonic() + _WAIT_INTERVAL_S
+        has_room = bool(self._poll.poll(self._wait_s * 1000))
+        self._wait_s -= time.monotonic() - now
         return has_room
 
 

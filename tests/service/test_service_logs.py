@@ -8,10 +8,12 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import structlog
 
+from quire.service import logs
 from quire.service.logs import configure_logging
 
 
@@ -95,6 +97,20 @@ def test_a_pipe_that_is_not_read_leaves_out_records(monkeypatch: pytest.MonkeyPa
     lost, again = (json.loads(line) for line in later if line)
     assert lost["records"] == 100 - len(records) + num_cut
     assert again["event"] == "read again"
+
+
+def test_a_burst_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a reader that is slower than the service."""
+    monkeypatch.setattr(logs, "_WAIT_S", 60.0)
+    reading, writing = os.pipe()
+    with open(reading, "rb") as pipe, ThreadPoolExecutor() as threads:
+        lines = threads.submit(pipe.readlines)
+        with open(writing, "w") as stream:
+            monkeypatch.setattr(sys, "stderr", stream)
+            configure_logging("gateway", "info", "json")
+            for number in range(1000):
+                structlog.get_logger().info("x" * 2000, number=number)
+        assert [json.loads(line).get("number") for line in lines.result()] == list(range(1000))
 
 
 def test_a_process_without_standard_files_logs_nothing() -> None:
