@@ -25,9 +25,11 @@ class Suspension:
 
     async def run(self) -> None:
         """Look until cancelled."""
+        # The start of the process may have taken long.
+        self._looked_at = self._clock()
         while True:
-            self._look()
             await asyncio.sleep(_LOOK_S)
+            self._look()
 
     def has_just_ended(self) -> bool:
         """Whether a disconnection that is noticed now may be as old as the suspension."""
