@@ -22,13 +22,12 @@ from gateway_svc.http.traced_app import TracedApp
 from gateway_svc.tracing.call_trace import CallTracing
 from quire.service.addresses import is_loopback
 from quire.service.files import replace_contents
-from quire.service.http2.accepting import Acceptor, share_of_files
+from quire.service.http2.accepting import BACKLOG, Acceptor, share_of_files
 from quire.service.http2.listening import bind
 from quire.service.tls import ServerCertificates
 
 log = structlog.get_logger()
 
-_BACKLOG = 1024
 _SHUTDOWN_S = 1
 # How often the Date header is set.
 _TICK_S = 1.0
@@ -166,7 +165,7 @@ def _bind(listen: str) -> list[socket.socket]:
         sockets = bind(listen)
         for bound in sockets:
             # At once: the address is published before uvicorn's first step.
-            bound.listen(_BACKLOG)
+            bound.listen(BACKLOG)
         return sockets
     except OSError as error:
         reason = str(error).partition(f"{listen}: ")[2] or error

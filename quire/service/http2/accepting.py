@@ -14,7 +14,9 @@ import structlog
 
 log = structlog.get_logger()
 
-_BACKLOG: Final = 1024
+# Of connections that are not accepted yet. The system drops others, whose clients try again after a
+# second.
+BACKLOG: Final = 2048
 _HANDSHAKE_TIMEOUT_S: Final = 10.0
 # The process or the machine lacks files or memory for another connection.
 _LACKING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -49,7 +51,7 @@ class Acceptor:
     def listen(self, bound: socket, context: ssl.SSLContext | None) -> None:
         """Accept connections of a socket that is bound, with TLS if there is a context."""
         bound.setblocking(False)
-        bound.listen(_BACKLOG)
+        bound.listen(BACKLOG)
         self._sockets.append(bound)
         self._tasks.append(asyncio.create_task(self._accept(bound, context)))
 
