@@ -110,7 +110,6 @@ class LaneLoop:
         finally:
             watching.cancel()
             self.compaction.cancel()
-            self._stall_watch.cancel()
             for timer in filter(None, (self._idle_timer, self._window_timer)):
                 timer.cancel()
 
@@ -123,8 +122,7 @@ class LaneLoop:
         if self._stream.lost:
             raise self._stream.lost
         if self._may_step() and await self._step():
-            # Its plan may be complete, and other sequences be here, at the next check.
-            self._stall_watch.cancel()
+            self._stall_watch.stepped()
             return True
         is_over = self._halting or (self._assignments.draining and self._table.is_empty)
         if is_over and not self.in_flight:
@@ -179,11 +177,11 @@ class LaneLoop:
 
     async def _wait_for_work(self) -> None:
         """Wait for work; check the pool once when the lane has been idle for a while."""
-        self._stall_watch.check(len(self.in_flight))
         if self._idle_timer is None:
             call_later, step = asyncio.get_running_loop().call_later, self._pool.last_step
             self._idle_timer = call_later(IDLE_CHECK_S, self._check_if_idle, step)
-        await self._wake.wait()
+        with self._stall_watch.waiting(len(self.in_flight)):
+            await self._wake.wait()
         await self._check_if_due()
 
     async def _check_if_due(self) -> None:

@@ -7,7 +7,8 @@ the log: they run again, on this worker or another one, and give the same tokens
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import structlog
@@ -25,33 +26,37 @@ _MAX_LOGGED: Final = 8
 
 
 class StallWatch:
-    """The time for which one lane has had sequences, and neither a step nor a plan in flight."""
+    """The time for which one lane has waited since its last step with sequences and nothing in
+    flight. What it waits within a step, for Redis or the lease, does not count."""
 
     def __init__(self, table: SequenceTable, wake: Callable[[], None]) -> None:
-        """`wake` lets the lane look for work again, and then `check`."""
+        """`wake` ends a wait."""
         self._table = table
         self._wake = wake
-        self._since: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._waited_s = 0.0
 
-    def check(self, num_in_flight: int) -> None:
-        """To be called when the lane has found nothing to do. LaneLost if it has sequences and had
-        nothing in flight for too long."""
+    @contextmanager
+    def waiting(self, num_in_flight: int) -> Iterator[None]:
+        """The context of a wait, in which the lane has found nothing to do. LaneLost, before it
+        begins, if there were such waits for too long."""
         if num_in_flight or self._table.is_empty:
-            self.cancel()
-        elif self._since is None:
-            self._since = time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(STALL_S, self._wake)
-        elif time.monotonic() >= self._since + STALL_S:
+            self.stepped()
+            yield
+            return
+        if self._waited_s >= STALL_S:
             log.error("lane stalled", **self._state())
             raise LaneLost(f"it had sequences and ran none of them for {STALL_S:g} s")
+        began = time.monotonic()
+        timer = asyncio.get_running_loop().call_later(STALL_S - self._waited_s, self._wake)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self._waited_s += time.monotonic() - began
 
-    def cancel(self) -> None:
-        """To be called after a step, too. The next check begins anew."""
-        self._since = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def stepped(self) -> None:
+        """The lane has made a step."""
+        self._waited_s = 0.0
 
     def _state(self) -> dict[str, Any]:
         table = self._table
