@@ -26,8 +26,8 @@ _MAX_LOGGED: Final = 8
 
 
 class StallWatch:
-    """The time for which one lane has waited since its last step with sequences and nothing in
-    flight. What it waits within a step, for Redis or the lease, does not count."""
+    """The time for which one lane has waited, since its last step, with sequences and without a
+    plan in flight. What it waits within a step, for Redis or the lease, does not count."""
 
     def __init__(self, table: SequenceTable, wake: Callable[[], None]) -> None:
         """`wake` ends a wait."""
