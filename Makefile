@@ -74,8 +74,8 @@ OPENVINO_BIN := $(OPENVINO_VENV)/bin
 OPENVINO_INSTALLED := $(OPENVINO_VENV)/.installed
 QUANTIZERS_INSTALLED := .cache/gptqmodel/.installed .cache/autoawq/.installed
 # The peers that `make bench` needs: of the smaller models vLLM alone.
-MODELS_OF_BENCH := $(filter 30m 110m 0.6b,$(BENCH_ARGS))
-TYPES_PEERS := $(if $(MODELS_OF_BENCH),$(filter 0.6b,$(MODELS_OF_BENCH)),0.6b)
+MODELS_OF_BENCH := $(filter 30m 110m 0.6b 0.6b-long,$(BENCH_ARGS))
+TYPES_PEERS := $(if $(MODELS_OF_BENCH),$(filter 0.6b 0.6b-long,$(MODELS_OF_BENCH)),0.6b)
 PEERS := $(VLLM_INSTALLED) $(if $(TYPES_PEERS),$(LLAMA_INSTALLED) $(OPENVINO_INSTALLED))
 BUF_BIN := .cache/buf-$(BUF)/node_modules/.bin/buf
 KUBERNETES_DIR := .cache/kubernetes

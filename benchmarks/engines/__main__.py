@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks import results
 from benchmarks.engines.http_servers import vllm_server
 from benchmarks.engines.latency import Addresses, latency, loads, measure
-from benchmarks.engines.models import MODELS, SHAPES, TYPED, BenchModel
+from benchmarks.engines.models import MODELS, SHAPES, TYPED, TYPED_LONG, BenchModel, Shape
 from benchmarks.engines.plot import plot
 from benchmarks.engines.systems import QUIRE, ROOT, VLLM, Bench
 from benchmarks.engines.throughput import left_out_if_foreign, run_rounds, throughput
@@ -32,9 +32,14 @@ from benchmarks.results import Measured
 _NAME = "engines"
 _KINDS = ("throughput", "worker", "latency")
 ORDER = (
-    *(part_name(TYPED, kind) for kind in variants.TYPES),
+    *(part_name(shape, kind) for shape in (TYPED, TYPED_LONG) for kind in variants.TYPES),
     *(f"{kind}-{model}" for model in MODELS for kind in _KINDS),
 )
+# By shape: those of a whole run, and of a quick one.
+_TYPED_LOADS = {
+    TYPED.name: (typed_loads.FULL, typed_loads.QUICK),
+    TYPED_LONG.name: (typed_loads.LONG, typed_loads.QUICK_LONG),
+}
 _ALL_REQUESTS, _FEW_REQUESTS = 64, 16
 # Exit status of a program ended by a signal, less the signal's number.
 _SIGNALLED = 128
@@ -80,7 +85,9 @@ def _measured(options: argparse.Namespace) -> Iterator[Measured]:
             parts, more = _parts(bench, MODELS[name], effort), {}
         else:
             parts = measure_types(
-                _setup(options, bench, environments), options.systems, options.rounds
+                _setup(options, bench, SHAPES[name], environments),
+                options.systems,
+                options.rounds,
             )
             more = environments.versions()
         # Before the first part: the measurements themselves are a load.
@@ -90,10 +97,13 @@ def _measured(options: argparse.Namespace) -> Iterator[Measured]:
             yield Measured(machine, part)
 
 
-def _setup(options: argparse.Namespace, bench: Bench, environments: Environments) -> Setup:
+def _setup(
+    options: argparse.Namespace, bench: Bench, shape: Shape, environments: Environments
+) -> Setup:
+    full, quick = _TYPED_LOADS[shape.name]
     return Setup(
-        shape=TYPED,
-        loads=typed_loads.QUICK if options.quick else typed_loads.FULL,
+        shape=shape,
+        loads=quick if options.quick else full,
         folder=options.folder,
         environments=environments,
         checkpoints=Checkpoints(bench.model_folder(TYPED), environments),
@@ -141,8 +151,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--systems",
         default="",
         metavar="NAME,…",
-        help=f"of {TYPED.name}: {', '.join((*variants.ENGINES, *variants.TYPES))}, or one of each "
-        "as in quire-int8; default: all",
+        help=f"of {TYPED.name} and {TYPED_LONG.name}: "
+        f"{', '.join((*variants.ENGINES, *variants.TYPES))}, or one of each as in quire-int8; "
+        "default: all",
     )
     parser.add_argument("--vllm", type=Path, help="environment with vLLM; default: without vLLM")
     parser.add_argument("--llama", type=Path, help="llama.cpp, built; default: without it")

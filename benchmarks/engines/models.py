@@ -1,6 +1,6 @@
 """The models: Qwen3 architecture, random weights, small enough for any machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -116,7 +116,9 @@ TYPED = Shape(
     dtype="bfloat16",
     kv_cache_mib=1024,
 )
+# The same model with long prompts.
+TYPED_LONG = replace(TYPED, name="0.6b-long", kv_cache_mib=2048)
 MODELS = {model.name: model for model in (SMALL, LARGE)}
-SHAPES: dict[str, Shape] = {**MODELS, TYPED.name: TYPED}
+SHAPES: dict[str, Shape] = {**MODELS, TYPED.name: TYPED, TYPED_LONG.name: TYPED_LONG}
 # Version of the way the weights are drawn. Increment it on a change, so that models are remade.
 RECIPE = "1"

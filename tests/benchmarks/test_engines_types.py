@@ -2,18 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.engines.__main__ import main
 from benchmarks.engines.host import EngineError
-from benchmarks.engines.models import TYPED
+from benchmarks.engines.models import TYPED, TYPED_LONG
 from benchmarks.engines.types.checkpoints import weight_bytes
 from benchmarks.engines.types.environments import Environments
 from benchmarks.engines.types.llama_bench import BatchedBench, measurements, of_requests, of_stream
 from benchmarks.engines.types.llama_server import new_tokens
-from benchmarks.engines.types.loads import FULL, QUICK, Loads
+from benchmarks.engines.types.loads import FULL, LONG, QUICK, Loads
 from benchmarks.engines.types.make_compressed import int4, int8
 from benchmarks.engines.types.quire_weights import quire_weight_bytes
 from benchmarks.engines.types.rounds import Memory, Rounds, run_rounds
@@ -92,6 +93,14 @@ def test_loads_have_equal_lengths_and_no_prompt_twice():
     assert FULL.prompts(500) == prompts
     assert max(map(max, drawn)) < 500
     assert QUICK.num_tokens == 40
+
+
+@pytest.mark.parametrize(("shape", "loads"), [(TYPED, FULL), (TYPED_LONG, LONG)])
+def test_the_pool_has_room_for_all_sequences_at_once(shape, loads):
+    assert loads.num_tokens <= loads.max_model_len <= shape.max_position_embeddings
+    assert max(loads.at_once) <= loads.max_num_seqs
+    token_bytes = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    assert max(loads.at_once) * loads.num_tokens * token_bytes < shape.kv_cache_bytes
 
 
 class Timed:
@@ -225,6 +234,24 @@ def test_targets_are_those_of_the_measured_loads():
     assert part.targets[3].met
 
 
+def test_long_prompts_have_targets_for_streams_and_none_for_weights_and_starts():
+    loads = replace(LOADS, at_once={1: 2}, is_short=False)
+    part = table(TYPED_LONG, "int8", loads, rounds())
+    assert (part.name, part.title) == (
+        "types-0.6b-long-int8",
+        "Weights of 8 bits, 600 million parameters, long prompts",
+    )
+    assert [
+        (target.what.rpartition(", ")[2], target.aim, target.met) for target in part.targets
+    ] == [
+        ("1 request", "at least 1", True),
+        ("first token", "at least 1", True),
+        ("tokens after it", "at least 1", True),
+    ]
+    assert (part.rows[0]["first_ratio"], part.rows[1]["first_ratio"]) == (None, 1.0)
+    assert "of bandwidth" not in markdown(part)
+
+
 def test_without_quire_there_are_no_targets_and_no_ratios():
     found = rounds()
     others = Rounds({BATCHED: found.results[BATCHED]}, found.memory, {}, found.bandwidths)
@@ -304,12 +331,14 @@ def test_engines_are_found_by_the_mark_of_their_target(tmp_path):
 
 
 def test_quires_settings_name_the_type():
-    assert quire_settings(Variant("quire", "float32"), TYPED)["QUIRE_WORKER_DTYPE"] == "float32"
-    assert "QUIRE_WORKER_QUANTIZATION" not in quire_settings(Variant("quire", "bf16"), TYPED)
-    settings = quire_settings(OURS, TYPED, known={"quantization"})
+    assert (
+        quire_settings(Variant("quire", "float32"), TYPED, FULL)["QUIRE_WORKER_DTYPE"] == "float32"
+    )
+    assert "QUIRE_WORKER_QUANTIZATION" not in quire_settings(Variant("quire", "bf16"), TYPED, FULL)
+    settings = quire_settings(OURS, TYPED, FULL, known={"quantization"})
     assert settings["QUIRE_WORKER_QUANTIZATION"] == "int8"
     with pytest.raises(EngineError, match="the worker has no setting --quantization"):
-        quire_settings(OURS, TYPED, known={"dtype"})
+        quire_settings(OURS, TYPED, FULL, known={"dtype"})
 
 
 def test_weights_are_counted_in_their_own_width(tmp_path):

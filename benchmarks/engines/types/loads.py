@@ -1,14 +1,11 @@
 """The work: prompts of equal length and random tokens, with outputs of equal length."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.bench.lengths import lengths
 from quire.bench.workload import Workload
 
-# The same for every engine; a sequence has far fewer tokens.
-MAX_MODEL_LEN = 1024
-MAX_NUM_SEQS = 32
 STREAM, WARM = "stream", "warm"
 _NUM_WARMUPS = 2
 
@@ -23,6 +20,11 @@ class Loads:
     at_once: Mapping[int, int]
     # Streams, one after the other.
     num_streams: int
+    # The same for every engine; a sequence has fewer tokens.
+    max_model_len: int = 1024
+    max_num_seqs: int = 32
+    # Whether contexts are so short that a step of one stream reads little besides the weights.
+    is_short: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -57,3 +59,5 @@ class Loads:
 
 FULL = Loads(160, 32, {1: 4, 8: 1, 32: 1}, 4)
 QUICK = Loads(32, 8, {1: 1, 8: 1}, 1)
+LONG = Loads(3072, 64, {1: 1, 4: 1}, 2, max_model_len=4096, max_num_seqs=4, is_short=False)
+QUICK_LONG = replace(LONG, num_output_tokens=16, at_once={1: 1}, num_streams=1)

@@ -56,6 +56,11 @@ class Rounds:
         pairs = zip(self.results[faster][load], self.results[slower][load], strict=True)
         return median(one[_TOKENS_PER_S] / other[_TOKENS_PER_S] for one, other in pairs)
 
+    def first_ratio(self, faster: Variant, slower: Variant) -> float:
+        """Return the median of the rounds' ratios of the times to a stream's first token."""
+        pairs = zip(self.results[faster][STREAM], self.results[slower][STREAM], strict=True)
+        return median(other["first_s"] / one["first_s"] for one, other in pairs)
+
     def of_bandwidth(self, variant: Variant) -> float:
         """Return the share of the read bandwidth at which a stream reads the weights."""
         gigabytes = self.memory[variant].weight_bytes / 1e9

@@ -14,7 +14,7 @@ from benchmarks.engines.systems import ROOT, vllm_environment
 from benchmarks.engines.types.checkpoints import Checkpoints, weight_bytes
 from benchmarks.engines.types.environments import Environments
 from benchmarks.engines.types.llama_bench import BatchedBench
-from benchmarks.engines.types.loads import MAX_MODEL_LEN, MAX_NUM_SEQS, Loads
+from benchmarks.engines.types.loads import Loads
 from benchmarks.engines.types.quire_weights import pool_bytes, quire_weight_bytes
 from benchmarks.engines.types.variants import (
     FLOAT32,
@@ -94,7 +94,7 @@ class Setup:
         return stack.enter_context(Host("bandwidth", command, {}, self.folder, {}))
 
     def _quire(self, variant: Variant, stack: ExitStack) -> Started:
-        settings = quire_settings(variant, self.shape)
+        settings = quire_settings(variant, self.shape, self.loads)
         job = {"model": str(self.checkpoints.model), "settings": settings}
         host = self._host(variant, sys.executable, job, {}, stack)
         num_bytes = quire_weight_bytes(self.shape, variant.type)
@@ -105,8 +105,8 @@ class Setup:
     ) -> Started:
         job = {
             "model": str(model),
-            "max_model_len": MAX_MODEL_LEN,
-            "max_num_seqs": MAX_NUM_SEQS,
+            "max_model_len": self.loads.max_model_len,
+            "max_num_seqs": self.loads.max_num_seqs,
         }
         python = self.environments.python(variant.engine)
         host = self._host(variant, python, job, environment, stack)
@@ -118,10 +118,11 @@ class Setup:
         return Started(bench, weight_bytes(self.checkpoints.gguf(variant.type)), None)
 
     def _llama_server(self, variant: Variant, stack: ExitStack) -> Started:
-        context = MAX_NUM_SEQS * (self.loads.num_tokens + _SPARE_TOKENS)
+        num_seqs = self.loads.max_num_seqs
+        context = num_seqs * (self.loads.num_tokens + _SPARE_TOKENS)
         command = [
             *self._llama_command("llama-server", variant),
-            *("--parallel", str(MAX_NUM_SEQS), "--ctx-size", str(context), "--no-webui"),
+            *("--parallel", str(num_seqs), "--ctx-size", str(context), "--no-webui"),
         ]
         job = {"command": command, "log": str(self.folder / f"{variant.name}-process.log")}
         host = self._host(variant, sys.executable, job, {}, stack)
@@ -160,7 +161,10 @@ class Setup:
 
 
 def quire_settings(
-    variant: Variant, shape: Shape, known: Collection[str] = WorkerSettings.model_fields
+    variant: Variant,
+    shape: Shape,
+    loads: Loads,
+    known: Collection[str] = WorkerSettings.model_fields,
 ) -> dict[str, str]:
     """Return the services' settings as variables. EngineError if the worker's, `known`, lack one
     for the variant."""
@@ -169,8 +173,8 @@ def quire_settings(
         "QUIRE_SCHEDULER_ENABLE_PREFIX_CACHING": "false",
         "QUIRE_WORKER_DEVICE": "cpu",
         "QUIRE_WORKER_DTYPE": dtype,
-        "QUIRE_WORKER_MAX_MODEL_LEN": str(MAX_MODEL_LEN),
-        "QUIRE_WORKER_MAX_NUM_SEQS": str(MAX_NUM_SEQS),
+        "QUIRE_WORKER_MAX_MODEL_LEN": str(loads.max_model_len),
+        "QUIRE_WORKER_MAX_NUM_SEQS": str(loads.max_num_seqs),
         "QUIRE_WORKER_KV_CACHE_MEMORY": str(pool_bytes(shape, variant.type)),
     }
     if variant.type in (INT8, INT4):

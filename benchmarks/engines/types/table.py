@@ -29,9 +29,24 @@ _RATIOS = {
     (INT4, LLAMA): {1: 1.0, 8: 1.5, 32: 1.5},
     (INT4, OPENVINO): {1: 1.0, 8: 1.0, 32: 1.0},
 }
+# With long prompts, of any type.
+_LONG_RATIO = 1.0
+_LONG = ", long prompts"
 _OF_BANDWIDTH = 0.8
 _FIRST_START_S, _CACHED_START_S = 8, 4
 _BESIDE_MB = 600
+
+
+_SHORT_COLUMNS = (
+    Column("weight_mb", "weights MB", ",.0f"),
+    Column("of_bandwidth", "of bandwidth", ".2f"),
+    Column("ready_s", "ready s", ".1f"),
+    Column("cached_ready_s", "from cache", ".1f"),
+)
+_READING_LONG = (
+    "*Speed-up* is that of Quire over the system, a median of the rounds' ratios. *One stream* is "
+    "streams one after the other: the time to the first token, and the tokens per second after it."
+)
 
 
 def part_name(shape: Shape, kind: str) -> str:
@@ -41,10 +56,10 @@ def part_name(shape: Shape, kind: str) -> str:
 def table(shape: Shape, kind: str, loads: Loads, rounds: Rounds) -> Part:
     """Build the table of the variants of one type."""
     title = TITLES[kind]
-    reading = _reading(rounds, Variant(QUIRE, kind))
+    reading = _reading(rounds, Variant(QUIRE, kind)) if loads.is_short else _READING_LONG
     return Part(
         name=part_name(shape, kind),
-        title=f"{title[0].upper()}{title[1:]}, {shape.size}",
+        title=f"{title[0].upper()}{title[1:]}, {shape.size}{'' if loads.is_short else _LONG}",
         notes=[_setting(loads, rounds), reading, *_missing(rounds)],
         columns=_columns(loads),
         rows=[_row(variant, kind, loads, rounds) for variant in rounds.results],
@@ -54,7 +69,7 @@ def table(shape: Shape, kind: str, loads: Loads, rounds: Rounds) -> Part:
 
 def _setting(loads: Loads, rounds: Rounds) -> str:
     return (
-        f"Prompts of {loads.num_prompt_tokens} random tokens, outputs of "
+        f"Prompts of {loads.num_prompt_tokens:,} random tokens, outputs of "
         f"{loads.num_output_tokens}; greedy, without prefix caches, on all cores. Tokens per "
         "second of the whole work, prompts and outputs, by the number of requests sent at once; "
         f"medians of the rounds ({rounds.num_rounds})."
@@ -93,12 +108,10 @@ def _columns(loads: Loads) -> list[Column]:
             )
         ),
         Column("stream_first_ms", "one stream, first token ms", ",.0f"),
+        *(() if loads.is_short else [Column("first_ratio", "speed-up", ".2f")]),
         Column("stream_tokens_per_s", "tokens/s", ".1f"),
         Column("stream_ratio", "speed-up", ".2f"),
-        Column("weight_mb", "weights MB", ",.0f"),
-        Column("of_bandwidth", "of bandwidth", ".2f"),
-        Column("ready_s", "ready s", ".1f"),
-        Column("cached_ready_s", "from cache", ".1f"),
+        *(_SHORT_COLUMNS if loads.is_short else ()),
     ]
 
 
@@ -106,8 +119,9 @@ def _row(variant: Variant, kind: str, loads: Loads, rounds: Rounds) -> dict[str,
     ours = Variant(QUIRE, kind)
     memory = rounds.memory[variant]
 
+    is_other = variant != ours and ours in rounds.results
+
     def ratio(load: str) -> float | None:
-        is_other = variant != ours and ours in rounds.results
         return rounds.ratio(ours, variant, load) if is_other else None
 
     cells: dict[str, Cell] = {"system": variant.title}
@@ -119,6 +133,7 @@ def _row(variant: Variant, kind: str, loads: Loads, rounds: Rounds) -> dict[str,
         "stream_first_ms": 1000 * rounds.first_s(variant),
         "stream_tokens_per_s": rounds.tokens_per_s(variant, STREAM),
         "stream_ratio": ratio(STREAM),
+        "first_ratio": rounds.first_ratio(ours, variant) if is_other else None,
         "weight_mb": memory.weight_bytes / 1e6,
         "of_bandwidth": rounds.of_bandwidth(variant),
         "ready_s": memory.ready_s,
@@ -131,12 +146,9 @@ def _targets(shape: Shape, kind: str, loads: Loads, rounds: Rounds) -> Iterator[
     ours = Variant(QUIRE, kind)
     if ours not in rounds.results:
         return
-    for other in rounds.results:
-        for n, aim in _RATIOS.get((kind, other.engine), {}).items():
-            if n in loads.at_once:
-                ratio = rounds.ratio(ours, other, str(n))
-                what = f"speed-up over {other.title}, {n} request{'s' * (n > 1)}"
-                yield Target(what, f"at least {aim:g}", f"{ratio:.2f}", ratio >= aim)
+    yield from _ratio_targets(kind, loads, rounds)
+    if not loads.is_short:
+        return
     if kind in (INT8, INT4):
         share = rounds.of_bandwidth(ours)
         what = "one stream reads the weights at this share of the bandwidth"
@@ -154,3 +166,24 @@ def _targets(shape: Shape, kind: str, loads: Loads, rounds: Rounds) -> Iterator[
         most = (memory.weight_bytes + pool_bytes(shape, kind)) / 1e6 + _BESIDE_MB
         aim_mb = f"at most {most:.0f} MB, weights + pool + {_BESIDE_MB}"
         yield Target("peak resident size of the worker", aim_mb, f"{peak:.0f} MB", peak <= most)
+
+
+def _ratio_targets(kind: str, loads: Loads, rounds: Rounds) -> Iterator[Target]:
+    ours = Variant(QUIRE, kind)
+
+    def target(what: str, aim: float, ratio: float) -> Target:
+        return Target(f"speed-up over {what}", f"at least {aim:g}", f"{ratio:.2f}", ratio >= aim)
+
+    for other in rounds.results:
+        if other == ours:
+            continue
+        aims = dict.fromkeys(loads.at_once, _LONG_RATIO)
+        if loads.is_short:
+            aims = _RATIOS.get((kind, other.engine), {})
+        for n in filter(aims.__contains__, loads.at_once):
+            what = f"{other.title}, {n} request{'s' * (n > 1)}"
+            yield target(what, aims[n], rounds.ratio(ours, other, str(n)))
+        if not loads.is_short:
+            first, rest = rounds.first_ratio(ours, other), rounds.ratio(ours, other, STREAM)
+            yield target(f"{other.title}, one stream, first token", _LONG_RATIO, first)
+            yield target(f"{other.title}, one stream, tokens after it", _LONG_RATIO, rest)
