@@ -44,7 +44,9 @@ REPLACED = {
     "whoever|somebody|nobody|everybody|anybody": "a component",
 }
 # Uses of such words by the field and by Python.
-_FIELD = re.compile(r"in[ _-]?flight|multi-turn|draft-0|\.tell\(\)", re.IGNORECASE)
+_FIELD = re.compile(
+    r"in[ _-]?flight|multi-turn|end_turn|thinking_turns|draft-0|\.tell\(\)", re.IGNORECASE
+)
 _CASE_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_LETTER = re.compile(r"[^A-Za-z\n]+")
 _BANNED = {re.compile(rf"\b(?:{words})\b"): instead for words, instead in REPLACED.items()}

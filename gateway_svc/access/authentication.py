@@ -5,10 +5,11 @@ from collections.abc import Mapping
 import grpc
 
 from gateway_svc.access.tenant import ANONYMOUS, Tenant
-from quire.service.api_keys import SCHEME, hash_key
+from quire.service.api_keys import HEADER, SCHEME, hash_key, header_value
 from quire.service.errors import failed
 
 _ADMIN_NEEDED = "ADMIN_NEEDED"
+_KEY_HEADER = "x-api-key"
 _MISSING_KEY = failed(
     grpc.StatusCode.UNAUTHENTICATED,
     "MISSING_KEY",
@@ -61,6 +62,15 @@ class Authentication:
                 "the API key's tenant is not an administrator",
             )
         return tenant
+
+
+def authorization(headers: Mapping[str, str]) -> str | None:
+    """The value of the header `authorization` of an HTTP request. Clients of Anthropic's API send
+    the key alone, as `x-api-key`."""
+    found = headers.get(HEADER)
+    if found is None and (key := headers.get(_KEY_HEADER)) is not None:
+        return header_value(key)
+    return found
 
 
 def _key_of(header: str | bytes | None) -> str:

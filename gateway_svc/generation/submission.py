@@ -39,6 +39,8 @@ from quire.v1 import conversation_pb2, inference_pb2
 
 # Larger requests are checked in a thread.
 _INLINE_BYTES = 2**15
+# Formats whose output is a sequence of pieces.
+_OF_PIECES = (gateway_pb2.FORMAT_RESPONSE, gateway_pb2.FORMAT_MESSAGE)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ async def _add_http(
 ) -> None:
     """Add the state of an HTTP request, with what precedes the output of a prompt that may have
     been cut."""
-    if http.format == gateway_pb2.FORMAT_RESPONSE:
+    if http.format in _OF_PIECES:
         # Its events are those of pieces, even if all of these are content.
         state.parsing.SetInParent()
     state.http.CopyFrom(http)

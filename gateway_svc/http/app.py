@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from dataclasses import replace
 
 import structlog
 from fastapi import FastAPI, Request
@@ -16,14 +17,17 @@ from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
+from gateway_svc.http.bodies.message import CountTokensRequest, MessageRequest
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
 from gateway_svc.http.context import RequestContext
-from gateway_svc.http.errors import CHAT_NAMES, to_http
-from gateway_svc.http.generation_response import INTERNAL_ERROR
+from gateway_svc.http.dialects import INTERNAL_ERROR, dialect_of
+from gateway_svc.http.errors import CHAT_NAMES, HttpError, to_http
 from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import add_schemas
 from gateway_svc.http.routes.generation import GenerationRoutes
+from gateway_svc.http.routes.message import NAMES as MESSAGE_NAMES
+from gateway_svc.http.routes.message import MessageRoutes
 from gateway_svc.http.routes.model import ModelRoutes
 from gateway_svc.http.routes.page import PageRoutes
 from gateway_svc.http.routes.response import ResponseRoutes
@@ -38,10 +42,20 @@ log = structlog.get_logger()
 _NAMES = {
     "/tokenize": {"text": "prompt", **CHAT_NAMES},
     "/detokenize": {"token_ids": "tokens"},
+    "/v1/messages": MESSAGE_NAMES,
+    "/v1/messages/count_tokens": MESSAGE_NAMES,
 }
 _PREFIX = "/v1"
 _SLASHES = re.compile("/+")
-_BODIES = (CompletionRequest, ChatRequest, ResponseRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (
+    CompletionRequest,
+    ChatRequest,
+    ResponseRequest,
+    MessageRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 
 def make_app(
@@ -57,6 +71,7 @@ def make_app(
     registry: CollectorRegistry = metrics.registry
     app.include_router(GenerationRoutes(context, service, generations).router())
     app.include_router(ResponseRoutes(context, service, generations).router())
+    app.include_router(MessageRoutes(context, service, tokenization, generations).router())
     app.include_router(ModelRoutes(context, tokenization, health, registry).router())
     app.include_router(PageRoutes(context, ServiceStatus(service.scheduler)).router())
     app.add_exception_handler(RequestError, _on_request_error)
@@ -71,7 +86,7 @@ async def _on_request_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     failure = to_http(error, _NAMES.get(request.url.path))
     headers = {"www-authenticate": "Bearer"} if failure.status == 401 else {}
-    return JSONResponse(failure.body, failure.status, {**failure.headers, **headers})
+    return _response(request, replace(failure, headers={**failure.headers, **headers}))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -79,19 +94,21 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     invalid_field = invalid(str(first["loc"][-1]), "INVALID_FIELD", first["msg"])
-    return JSONResponse(to_http(invalid_field).body, 400)
+    return _response(request, to_http(invalid_field))
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     """A path or method that does not exist."""
     assert isinstance(error, HTTPException)
-    body = {
+    inner = {
         "message": f"{request.method} {request.url.path}: {error.detail}{_meant(request, error)}",
         "type": "invalid_request_error",
         "param": None,
         "code": None,
     }
-    return JSONResponse({"error": body}, error.status_code, headers=error.headers)
+    return _response(
+        request, HttpError(error.status_code, {"error": inner}, dict(error.headers or {}))
+    )
 
 
 def _meant(request: Request, error: HTTPException) -> str:
@@ -111,4 +128,9 @@ def _meant(request: Request, error: HTTPException) -> str:
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     log.error("an HTTP request failed unexpectedly", exc_info=error)
-    return JSONResponse(INTERNAL_ERROR, 500)
+    return _response(request, INTERNAL_ERROR)
+
+
+def _response(request: Request, error: HttpError) -> JSONResponse:
+    body = dialect_of(request.url.path).error_body(error)
+    return JSONResponse(body, error.status, error.headers)

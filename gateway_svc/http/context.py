@@ -6,12 +6,11 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from gateway_svc.access.authentication import Authentication
+from gateway_svc.access.authentication import Authentication, authorization
 from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.service import GenerationService
 from gateway_svc.http.bodies.fields import HttpRequest
 from gateway_svc.http.bodies.reading import read_body
-from quire.service.api_keys import HEADER
 
 R = TypeVar("R", bound=HttpRequest)
 T = TypeVar("T")
@@ -32,11 +31,11 @@ class RequestContext:
 
     def tenant(self, request: Request) -> Tenant:
         """RequestError UNAUTHENTICATED without a known key, where keys are needed."""
-        return self._authentication.authenticate(request.headers.get(HEADER))
+        return self._authentication.authenticate(authorization(request.headers))
 
     def check_admin(self, request: Request) -> None:
         """RequestError also for a key whose tenant is not an administrator."""
-        self._authentication.authenticate_admin(request.headers.get(HEADER))
+        self._authentication.authenticate_admin(authorization(request.headers))
 
     async def body(self, request: Request, kind: type[R], convert: Callable[[R], T]) -> tuple[R, T]:
         """The body, and what it is converted to, in a thread if it is large."""

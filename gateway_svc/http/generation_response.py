@@ -7,15 +7,12 @@ from typing import Any
 import structlog
 from fastapi import Request, Response
 
+from gateway_svc.http.dialects import INTERNAL_ERROR, OPENAI, Dialect
 from gateway_svc.http.errors import format_names, to_http
 from gateway_svc.http.response_writer import KEEP_ALIVE_S, Receive, ResponseWriter, Send
 from quire.service.errors import RequestError
 
 log = structlog.get_logger()
-
-INTERNAL_ERROR = {
-    "error": {"message": "internal error", "type": "server_error", "param": None, "code": None}
-}
 
 
 class GenerationResponse(Response):
@@ -30,6 +27,7 @@ class GenerationResponse(Response):
         request_id: str,
         run: Callable[[ResponseWriter], Awaitable[None]],
         renamed: dict[str, str] | None = None,
+        dialect: Dialect = OPENAI,
     ) -> None:
         """`run` generates and writes; it may raise a RequestError. `renamed` has the client's
         names of fields."""
@@ -37,11 +35,13 @@ class GenerationResponse(Response):
         self._request_id = request_id
         self._run = run
         self._renamed = renamed
+        self._dialect = dialect
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        writer = ResponseWriter(send, self._request_id, _wants_ids(Request(scope)))
+        has_ids = _wants_ids(Request(scope))
+        writer = ResponseWriter(send, self._request_id, has_ids, self._dialect)
 
         async def watch() -> None:
             await _wait_until_disconnected(receive, writer)
@@ -61,17 +61,10 @@ class GenerationResponse(Response):
         try:
             await self._run(writer)
         except RequestError as error:
-            failure = to_http(error, {**format_names(error), **(self._renamed or {})})
-            if writer.has_started:
-                await writer.abort(failure.body)
-            else:
-                await writer.json(failure.status, failure.body, failure.headers)
+            await writer.error(to_http(error, {**format_names(error), **(self._renamed or {})}))
         except Exception:
             log.exception("a request failed unexpectedly")
-            if writer.has_started:
-                await writer.abort(INTERNAL_ERROR)
-            else:
-                await writer.json(500, INTERNAL_ERROR)
+            await writer.error(INTERNAL_ERROR)
 
 
 def _wants_ids(request: Request) -> bool:

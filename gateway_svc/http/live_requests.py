@@ -8,12 +8,12 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway_svc.access.authentication import Authentication
+from gateway_svc.access.authentication import Authentication, authorization
 from gateway_svc.admission.live_limits import HeldBytes, LiveLimits, stopping
 from gateway_svc.admission.web_pages import WebPages
+from gateway_svc.http.dialects import dialect_of
 from gateway_svc.http.errors import BODY_TIMEOUT, to_http
 from gateway_svc.http.response_writer import ResponseWriter
-from quire.service.api_keys import HEADER
 from quire.service.errors import RequestError, failed
 
 # Longest time between two parts of a body.
@@ -50,7 +50,7 @@ class LiveRequests:
         try:
             self._pages.check(scope["method"], Headers(scope=scope))
         except RequestError as error:
-            await _write(error, send)
+            await _write(error, scope, send)
             return
         if scope["path"] in _ALWAYS:
             await self._app(scope, receive, send)
@@ -62,7 +62,7 @@ class LiveRequests:
                 await self._run(scope, _counted(receive, held), send)
         except RequestError as error:
             # Of the limits or the end: the application's own errors are responses.
-            await _write(error, send)
+            await _write(error, scope, send)
         finally:
             self._num_live -= 1
             if not self._num_live:
@@ -90,14 +90,13 @@ class LiveRequests:
         """The tenant that sends a request; empty without a key that is known: the application
         refuses such a request, if it needs a key, before it reads a body."""
         try:
-            return self._authentication.authenticate(Headers(scope=scope).get(HEADER)).principal
+            return self._authentication.authenticate(authorization(Headers(scope=scope))).principal
         except RequestError:
             return ""
 
 
-async def _write(error: RequestError, send: Send) -> None:
-    failure = to_http(error)
-    await ResponseWriter(send).json(failure.status, failure.body, failure.headers)
+async def _write(error: RequestError, scope: Scope, send: Send) -> None:
+    await ResponseWriter(send, dialect=dialect_of(scope["path"])).error(to_http(error))
 
 
 def _counted(receive: Receive, held: HeldBytes) -> Receive:

@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from gateway_svc.http.dialects import OPENAI, Dialect
+from gateway_svc.http.errors import HttpError
 from gateway_svc.http.formats.format import ServerEvent
 
 Message = MutableMapping[str, Any]
@@ -28,15 +30,19 @@ _EVENT_HEADERS = [
 class ResponseWriter:
     """One response: events after `start`, or one object without it."""
 
-    def __init__(self, send: Send, request_id: str = "", has_ids: bool = True) -> None:
+    def __init__(
+        self, send: Send, request_id: str = "", has_ids: bool = True, dialect: Dialect = OPENAI
+    ) -> None:
         """`has_ids`: whether events have an `id:`, which clients that parse `data:` alone do not
         expect."""
         self.has_started = False
         self._send = send
         self._has_ids = has_ids
+        self._dialect = dialect
         # Others cannot be in a header; they are refused when they are checked.
         is_valid = _PRINTABLE.fullmatch(request_id)
-        self._headers = [(b"x-request-id", request_id.encode())] if is_valid else []
+        names = dialect.id_headers if is_valid else ()
+        self._headers = [(name.encode(), request_id.encode()) for name in names]
         self._written_at = 0.0
 
     async def start(self) -> None:
@@ -53,8 +59,8 @@ class ResponseWriter:
             await self._write(b"".join(data))
 
     async def end(self, last_id: str) -> None:
-        """Write `[DONE]` and end the stream."""
-        data = self._id(last_id) + b"data: [DONE]\n\n"
+        """End the stream, with `[DONE]` if its clients expect that."""
+        data = self._id(last_id) + b"data: [DONE]\n\n" if self._dialect.has_done else b""
         await self._send({"type": "http.response.body", "body": data})
 
     async def keep_alive(self) -> None:
@@ -74,9 +80,13 @@ class ResponseWriter:
         await self._start(status, fixed + others)
         await self._send({"type": "http.response.body", "body": data})
 
-    async def abort(self, error: Any) -> None:
-        """End a stream with an error, without `[DONE]`."""
-        data = b"data: %b\n\n" % orjson.dumps(error)
+    async def error(self, error: HttpError) -> None:
+        """Write an error as the whole response, or as the end of a stream, without `[DONE]`."""
+        body = self._dialect.error_body(error)
+        if not self.has_started:
+            await self.json(error.status, body, error.headers)
+            return
+        data = _encoded(ServerEvent(body, self._dialect.error_event))
         await self._send({"type": "http.response.body", "body": data})
 
     def _id(self, position: object) -> bytes:

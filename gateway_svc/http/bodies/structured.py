@@ -31,12 +31,17 @@ TEXT_FORMAT_NAMES = {
     f"{_FIELD}.json_schema": "text.format.schema",
     f"{_FIELD}.json_object": "text.format",
 }
+OUTPUT_CONFIG_NAMES = {
+    _FIELD: "output_config.format",
+    f"{_FIELD}.json_schema": "output_config.format.schema",
+}
 # By the field of the body.
 FORMAT_NAMES = {
     "response_format": RESPONSE_FORMAT_NAMES,
     "response_format.value": OBJECT_FORMAT_NAMES,
     "structured_outputs": STRUCTURED_OUTPUTS_NAMES,
     "text": TEXT_FORMAT_NAMES,
+    "output_config": OUTPUT_CONFIG_NAMES,
 }
 
 

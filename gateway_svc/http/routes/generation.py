@@ -16,6 +16,7 @@ from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
 from gateway_svc.http.formats.completion import CompletionFormat
 from gateway_svc.http.formats.format import Format
+from gateway_svc.http.formats.message import MessageFormat
 from gateway_svc.http.formats.response import ResponseFormat
 from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.generations import Generations, PromptUpdate
@@ -129,6 +130,8 @@ class GenerationRoutes:
             return ChatFormat(generation.request_id, model, http)
         if http.format == gateway_pb2.FORMAT_RESPONSE:
             return ResponseFormat(generation, model, http)
+        if http.format == gateway_pb2.FORMAT_MESSAGE:
+            return MessageFormat(generation, model)
         request_id = request_id_of(generation.request_id, update.prompt)
         return CompletionFormat(request_id, model, http)
 

@@ -1,0 +1,490 @@
+"""`/v1/messages` over HTTP, with Anthropic's official client."""
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import grpc
+import pytest
+import tools_model
+from anthropic import types
+from anthropic.types import Message, message_create_params
+from anthropic.types.beta import message_create_params as beta_params
+from gateway_stack import Stack
+from http_client import Http
+from tools_model import ARGUMENTS, CALLS, FUNCTION, OUTPUT
+
+from gateway_svc.access.tenant import Tenant
+from gateway_svc.http.bodies import message, message_input
+from gateway_svc.http.bodies.fields import HttpRequest
+from quire.internal.v1 import scheduler_pb2
+from quire.service.api_keys import hash_key
+
+PATH = "/v1/messages"
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+BODY: dict[str, Any] = {"max_tokens": 3, "messages": [USER]}
+STOP = scheduler_pb2.END_REASON_STOP_TOKEN
+TOOLS: list[dict[str, Any]] = [
+    {
+        "name": "weather",
+        "description": "The weather.",
+        "input_schema": FUNCTION["parameters"],
+        "cache_control": {"type": "ephemeral"},
+    },
+    {"name": "now", "input_schema": {"type": "object"}, "type": "custom"},
+]
+
+
+@pytest.fixture
+def tools(http: Http, monkeypatch: pytest.MonkeyPatch) -> Http:
+    tools_model.use(http.stack, monkeypatch)
+    return http
+
+
+def prompt_of(stack: Stack, sent: scheduler_pb2.Submission) -> str:
+    return stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+
+
+async def write(http: Http, text: str, is_complete: bool = True) -> str:
+    """Write the output of the next request; return its prompt."""
+    scheduler, model = http.stack.scheduler, http.stack.gateway.served.get(None)
+    ids = http.stack.encode(text)
+    sent = await http.submission()
+    scheduler.accept(sent)
+    if is_complete:
+        ids.append(model.files.eos_token_ids[0])
+    for at, id_ in enumerate(ids):
+        scheduler.write(sent, at, [id_])
+    if is_complete:
+        scheduler.end(sent, len(ids), STOP, stop_token_id=ids[-1])
+    else:
+        scheduler.end(sent, len(ids))
+    return prompt_of(http.stack, sent)
+
+
+async def prompt(http: Http, **body: Any) -> str:
+    """The prompt of a request."""
+    sending = http.start(PATH, {**BODY, **body})
+    found = await write(http, "ok")
+    response = await sending
+    assert response.status_code == 200, response.text
+    return found
+
+
+def client_of(http: Http, key: str = "none") -> anthropic.AsyncAnthropic:
+    assert http.stack.gateway.http is not None
+    url = f"http://{http.stack.gateway.http.address}"
+    return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+
+
+async def test_a_message(http: Http) -> None:
+    sending = http.start(PATH, {**BODY, "stop_sequences": ["."], "seed": 1}, x_request_id="r")
+    sent = await http.submission()
+    assert sent.params.max_tokens == 3
+    ids = http.stack.encode("fox")
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, ids)
+    http.stack.scheduler.end(sent, len(ids), num_cached_prompt_tokens=2)
+    response = await sending
+    assert (response.headers["request-id"], response.headers["x-request-id"]) == ("r", "r")
+    num_prompt_tokens = len(sent.prompt_token_ids)
+    assert response.json() == {
+        "id": "msg_r",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
+        "content": [{"type": "text", "text": "fox", "citations": None}],
+        "stop_reason": "max_tokens",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": num_prompt_tokens - 2,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": len(ids),
+            "output_tokens_details": {"thinking_tokens": 0},
+            "service_tier": "standard",
+        },
+    }
+    # The client itself does not check that fields are there.
+    Message.model_validate(response.json())
+
+
+async def test_the_official_client_gets_thinking_text_and_calls(tools: Http) -> None:
+    async with client_of(tools) as client:
+        message, _ = await asyncio.gather(
+            client.messages.create(
+                model="tiny",
+                max_tokens=500,
+                messages=[USER],  # type: ignore[list-item]
+                tools=TOOLS,  # type: ignore[arg-type]
+            ),
+            write(tools, OUTPUT),
+        )
+        thinking, text, weather, now = message.content
+        assert (thinking.type, text.type, weather.type, now.type) == (
+            "thinking",
+            "text",
+            "tool_use",
+            "tool_use",
+        )
+        assert (thinking.thinking.strip(), text.text.strip()) == ("Why?", "So:")
+        assert (weather.name, weather.input) == ("weather", {"city": "Bern"})
+        assert (now.name, now.input) == ("now", {})
+        assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
+        # The client sends all of it back, with the results.
+        results = [
+            {"type": "tool_result", "tool_use_id": weather.id, "content": "warm"},
+            {
+                "type": "tool_result",
+                "tool_use_id": now.id,
+                "content": [{"type": "text", "text": "noon"}],
+                "is_error": True,
+            },
+            {"type": "text", "text": "And?"},
+        ]
+        again, rendered = await asyncio.gather(
+            client.messages.create(
+                model="tiny",
+                max_tokens=500,
+                system=[{"type": "text", "text": "S"}, {"type": "text", "text": "T"}],
+                messages=[
+                    USER,  # type: ignore[list-item]
+                    message.to_param(),
+                    {"role": "user", "content": results},  # type: ignore[typeddict-item]
+                ],
+                tools=TOOLS,  # type: ignore[arg-type]
+            ),
+            write(tools, "ok"),
+        )
+    assert again.content[0].text == "ok"
+    assert again.stop_reason == "end_turn"
+    assert "<|system|>S\nT" in rendered
+    assert "<think>Why?" in rendered
+    assert f'"arguments": {ARGUMENTS}' in rendered
+    order = [f"warm={weather.id}", f"noon={now.id}", "<|user|>And?"]
+    assert sorted(map(rendered.index, order)) == [rendered.index(part) for part in order]
+
+
+async def test_the_official_client_assembles_a_stream(tools: Http) -> None:
+    async with client_of(tools) as client:
+
+        async def read() -> Any:
+            async with client.messages.stream(
+                model="tiny",
+                max_tokens=500,
+                messages=[USER],  # type: ignore[list-item]
+                tools=TOOLS,  # type: ignore[arg-type]
+            ) as stream:
+                kinds = [event.type async for event in stream]
+                return kinds, await stream.get_final_message()
+
+        (kinds, message), _ = await asyncio.gather(read(), write(tools, OUTPUT))
+    thinking, text, weather, now = message.content
+    assert (thinking.thinking.strip(), text.text.strip()) == ("Why?", "So:")
+    assert thinking.signature
+    assert [(call.name, call.input) for call in (weather, now)] == [
+        ("weather", {"city": "Bern"}),
+        ("now", {}),
+    ]
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens_details.thinking_tokens > 0
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+
+async def test_the_events_of_a_stream(http: Http) -> None:
+    ids = http.stack.encode("a fox")
+    async with http.stream(PATH, {**BODY, "stream": True}, x_request_id="r") as events:
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        for at, id_ in enumerate(ids):
+            http.stack.scheduler.write(sent, at, [id_])
+        http.stack.scheduler.end(sent, len(ids), num_cached_prompt_tokens=2)
+        whole = await events.rest()
+    # No `[DONE]`.
+    assert [event.name for event in whole] == [event.json()["type"] for event in whole]
+    names = list(dict.fromkeys(event.name for event in whole))
+    assert names == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    started = whole[0].json()["message"]
+    num_prompt_tokens = len(sent.prompt_token_ids)
+    assert started["content"] == []
+    assert started["stop_reason"] is None
+    assert started["usage"]["input_tokens"] == num_prompt_tokens
+    ended = whole[-2].json()
+    assert ended["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert ended["usage"]["input_tokens"] == num_prompt_tokens - 2
+    assert ended["usage"]["cache_read_input_tokens"] == 2
+    assert _text(whole) == "a fox"
+    # It resumes after each event with an id, in its format.
+    for at, event in enumerate(whole):
+        if event.id is None:
+            continue
+        async with http.stream("/v1/requests/r/events", None, last_event_id=event.id) as events:
+            attachment = await http.stack.scheduler.attachments.get()
+            http.stack.scheduler.accept(attachment, sent.opaque)
+            http.stack.scheduler.write(attachment, 0, ids)
+            http.stack.scheduler.end(attachment, len(ids))
+            *rest, _ = await events.rest()
+        assert _text(whole[: at + 1]) + _text(rest) == "a fox"
+        assert [one.name for one in rest][-1:] == ([] if at == len(whole) - 1 else ["message_stop"])
+
+
+def _text(events: list[Any]) -> str:
+    deltas = [event.json()["delta"] for event in events if event.name == "content_block_delta"]
+    return "".join(delta["text"] for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [(["!"], "fox!", ("stop_sequence", "!")), (["?"], "fox!", ("end_turn", None))],
+)
+async def test_stop_sequences(
+    http: Http, stops: list[str], text: str, expected: tuple[str, str | None]
+) -> None:
+    sending = http.start(PATH, {**BODY, "stop_sequences": stops})
+    await write(http, text)
+    message = (await sending).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == expected
+
+
+async def test_a_call_that_the_limit_has_cut_has_the_arguments_until_then(tools: Http) -> None:
+    demanded = {"tools": TOOLS, "tool_choice": {"type": "any"}}
+    sending = tools.start(PATH, {**BODY, **demanded})
+    await write(tools, CALLS[: CALLS.index("Bern") + 2], is_complete=False)
+    message = (await sending).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][-1]["input"] == {"city": "Be"}
+
+
+async def test_an_empty_output_has_no_blocks(http: Http) -> None:
+    sending = http.start(PATH, BODY)
+    await write(http, "")
+    message = (await sending).json()
+    assert (message["content"], message["stop_reason"]) == ([], "end_turn")
+
+
+async def test_adjacent_messages_of_a_role_are_one(tools: Http) -> None:
+    image_free = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    messages = [
+        USER,
+        {"role": "user", "content": image_free},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+        {"role": "assistant", "content": "d"},
+        {"role": "user", "content": "e"},
+    ]
+    rendered = await prompt(tools, messages=messages)
+    assert "<|user|>a\nb\nc" in rendered
+    assert "<|assistant|>d" in rendered
+    assert rendered.count("<|assistant|>") == 2
+
+
+async def test_the_assistants_last_message_is_continued(tools: Http) -> None:
+    rendered = await prompt(tools, messages=[USER, {"role": "assistant", "content": "So ("}])
+    assert rendered.endswith("<|assistant|>So (")
+
+
+async def test_thinking_and_effort_set_variables_of_the_template(tools: Http) -> None:
+    assert "<think></think>" in await prompt(tools, thinking={"type": "disabled"})
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    assert "<think></think>" not in await prompt(tools, thinking=enabled)
+    assert (await prompt(tools, output_config={"effort": "high"})).endswith("high")
+    sending = tools.start(PATH, {**BODY, "thinking": {"type": "adaptive", "display": "omitted"}})
+    await write(tools, "<think>Why?</think>So.")
+    content = (await sending).json()["content"]
+    assert [block["type"] for block in content] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_offered", "is_single"),
+    [
+        ({"type": "auto"}, True, False),
+        ({"type": "none"}, False, False),
+        ({"type": "auto", "disable_parallel_tool_use": True}, True, True),
+    ],
+)
+async def test_tool_choice(
+    tools: Http, choice: dict[str, Any], is_offered: bool, is_single: bool
+) -> None:
+    sending = tools.start(PATH, {**BODY, "max_tokens": 500, "tools": TOOLS, "tool_choice": choice})
+    rendered = await write(tools, OUTPUT)
+    assert ('"name": "weather"' in rendered) is is_offered
+    content = (await sending).json()["content"]
+    calls = [block["name"] for block in content if block["type"] == "tool_use"]
+    assert calls == (["weather", "now"][: 1 if is_single else 2] if is_offered else [])
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
+async def test_a_call_can_be_demanded(tools: Http, choice: dict[str, Any]) -> None:
+    sending = tools.start(PATH, {**BODY, "tools": TOOLS, "tool_choice": choice})
+    sent = await tools.submission()
+    # A grammar holds the output to a call.
+    assert b"now" in sent.params.logits_params
+    sending.cancel()
+
+
+async def test_a_format_of_the_output(http: Http) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    form = {"type": "json_schema", "schema": schema}
+    sending = http.start(PATH, {**BODY, "output_config": {"format": form}})
+    sent = await http.submission()
+    assert b"name" in sent.params.logits_params
+    sending.cancel()
+    bad = {"format": {"type": "json_schema", "schema": {"type": "thing"}}}
+    status, error = await http.error(PATH, {**BODY, "output_config": bad})
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["message"].startswith("output_config.format.schema")
+
+
+async def test_tokens_are_counted(tools: Http) -> None:
+    body = {"messages": [USER], "system": "S", "tools": TOOLS}
+    async with client_of(tools) as client:
+        count = await client.messages.count_tokens(model="tiny", **body)
+    sending = tools.start(PATH, {**BODY, **body})
+    sent = await tools.submission()
+    assert count.input_tokens == len(sent.prompt_token_ids)
+    sending.cancel()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens: must be an integer"),
+        ({"messages": []}, "messages: has 0 entries; at least 1 is needed"),
+        ({"colour": 1}, "colour: is not a field of this request; remove it"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type: must be 'text', 'tool_use', 'tool_result', 'thinking' or "
+            "'redacted_thinking'",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "text"}]}]},
+            "messages[1].content[0].text: is required",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "thinking", "thinking": "a"}]},
+                ]
+            },
+            "messages[0].content[0].type: is thinking, which is not for the role user",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}],
+                    },
+                ]
+            },
+            "messages: ends with a message of the assistant that has tool_use without its result; "
+            "add a message of the user",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: must be 'custom'"),
+        ({"tools": [{"name": "a"}]}, "tools[0].input_schema: is required"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name: is required with the type tool"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: requires a call, and there are no tools"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]: has 0 characters"),
+        ({"temperature": -1.0}, "temperature: is -1"),
+        ({"container": "x"}, "container: is not supported; accepted: null"),
+        ({"model": "other"}, "model"),
+    ],
+)
+async def test_errors_name_the_field(http: Http, change: dict[str, Any], message: str) -> None:
+    response = await http.client.post(PATH, json={**BODY, **change})
+    error = response.json()
+    assert (error["type"], sorted(error)) == ("error", ["error", "type"])
+    assert error["error"]["message"].startswith(message)
+    kind = "not_found_error" if "model" in change else "invalid_request_error"
+    assert error["error"]["type"] == kind
+
+
+async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
+    async with client_of(http) as client:
+
+        async def read() -> None:
+            async with client.messages.stream(
+                model="tiny",
+                max_tokens=3,
+                messages=[USER],  # type: ignore[list-item]
+            ) as stream:
+                async for _ in stream:
+                    pass
+
+        reading = asyncio.create_task(read())
+        sent = await http.submission()
+        http.stack.scheduler.accept(sent)
+        http.stack.scheduler.write(sent, 0, http.stack.encode("a"))
+        http.stack.scheduler.fail(sent, grpc.StatusCode.INTERNAL)
+        with pytest.raises(anthropic.APIStatusError, match="no") as raised:
+            await reading
+    body: Any = raised.value.body
+    assert body["error"]["type"] == "api_error"
+
+
+async def test_clients_present_their_key_as_anthropics(http: Http) -> None:
+    http.stack.gateway.authentication.replace({hash_key("k"): Tenant("t")})
+    async with client_of(http, "k") as client:
+        creating = client.messages.create(model="tiny", max_tokens=3, messages=[USER])  # type: ignore[list-item]
+        _, message = await asyncio.gather(write(http, "ok"), creating)
+    assert message.content[0].text == "ok"
+    async with client_of(http, "other") as client:
+        with pytest.raises(anthropic.AuthenticationError, match="unknown"):
+            await client.messages.create(model="tiny", max_tokens=3, messages=[USER])  # type: ignore[list-item]
+
+
+async def test_paths_that_do_not_exist_have_errors_in_the_same_form(http: Http) -> None:
+    response = await http.client.get("/v1/messages")
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    response = await http.client.post("/messages", json=BODY)
+    assert "the path is /v1/messages" in json.dumps(response.json())
+
+
+async def test_what_a_client_states_for_its_bill_is_not_part_of_the_prompt(tools: Http) -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1.2;"}
+    rendered = await prompt(tools, system=[billing, {"type": "text", "text": "S"}])
+    assert "<|system|>S" in rendered
+    assert "billing" not in rendered
+    # Of the one that Claude Code asks for, nothing is to be done.
+    edit: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
+    assert await prompt(tools, context_management={"edits": [edit]})
+    edit["keep"] = {"type": "thinking_turns", "value": 1}
+    body = {**BODY, "context_management": {"edits": [edit]}}
+    status, error = await tools.error(PATH, body)
+    assert (status, error["message"][:18]) == (400, "context_management")
+
+
+def _fields(kind: Any) -> set[str]:
+    return {name for one in kind.__mro__ for name in getattr(one, "__annotations__", {})}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (message_create_params.MessageCreateParamsStreaming, message.MessageRequest),
+        (beta_params.MessageCreateParamsStreaming, message.MessageRequest),
+        (types.MessageCountTokensParams, message.CountTokensRequest),
+        (types.OutputConfigParam, message.OutputConfig),
+        (types.ToolParam, message.MessageTool),
+        (types.TextBlockParam, message_input.TextBlock),
+        (types.ToolUseBlockParam, message_input.ToolUseBlock),
+        (types.ToolResultBlockParam, message_input.ToolResultBlock),
+        (types.ThinkingBlockParam, message_input.ThinkingBlock),
+        (types.RedactedThinkingBlockParam, message_input.RedactedThinkingBlock),
+    ],
+)
+def test_every_field_of_the_client_is_known(theirs: Any, ours: type[HttpRequest]) -> None:
+    known = {field.alias or name for name, field in ours.model_fields.items()}
+    # `betas` are a header.
+    assert _fields(theirs) - known <= {"betas"}
