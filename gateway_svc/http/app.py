@@ -69,9 +69,11 @@ def make_app(
     context = RequestContext(service, authentication)
     generations = Generations(service, metrics)
     registry: CollectorRegistry = metrics.registry
-    app.include_router(GenerationRoutes(context, service, generations).router())
+    generation = GenerationRoutes(context, service, generations)
+    app.include_router(generation.router())
     app.include_router(ResponseRoutes(context, service, generations).router())
-    app.include_router(MessageRoutes(context, service, tokenization, generations).router())
+    messages = MessageRoutes(context, tokenization, generations, generation.make_format)
+    app.include_router(messages.router())
     app.include_router(ModelRoutes(context, tokenization, health, registry).router())
     app.include_router(PageRoutes(context, ServiceStatus(service.scheduler)).router())
     app.add_exception_handler(RequestError, _on_request_error)

@@ -107,7 +107,7 @@ def _with_cors(app: ASGIApp, allowed_origins: tuple[str, ...]) -> ASGIApp:
         allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=("*",),
         allow_private_network=True,
-        expose_headers=("X-Request-Id", "Retry-After"),
+        expose_headers=("X-Request-Id", "Request-Id", "Retry-After"),
     )
 
 

@@ -5,18 +5,16 @@ import time
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.message import CountTokensRequest, MessageRequest
 from gateway_svc.http.bodies.structured import OUTPUT_CONFIG_NAMES
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.dialects import ANTHROPIC
 from gateway_svc.http.event_id import EventId
-from gateway_svc.http.formats.message import MessageFormat
 from gateway_svc.http.generation_response import GenerationResponse
-from gateway_svc.http.generations import Generations, PromptUpdate
+from gateway_svc.http.generations import Generations
 from gateway_svc.http.openapi import documented
-from gateway_svc.http.output import write_events, write_object
+from gateway_svc.http.output import MakeFormat, write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.internal.v1 import gateway_pb2
 
@@ -37,12 +35,13 @@ class MessageRoutes:
     def __init__(
         self,
         context: RequestContext,
-        service: GenerationService,
         tokenization: TokenizationService,
         generations: Generations,
+        make_format: MakeFormat,
     ) -> None:
+        """`make_format` is that of any request: the id may be one of another API."""
         self._context = context
-        self._service = service
+        self._make_format = make_format
         self._tokenization = tokenization
         self._generations = generations
 
@@ -72,9 +71,9 @@ class MessageRoutes:
         async def run(writer: ResponseWriter) -> None:
             updates = self._generations.run([message], [state], tenant, has_client_id)
             if body.stream:
-                await write_events(updates, self._format_of, EventId(), writer)
+                await write_events(updates, self._make_format, EventId(), writer)
             else:
-                await write_object(updates, self._format_of, writer)
+                await write_object(updates, self._make_format, writer)
 
         return GenerationResponse(request_id, run, NAMES, ANTHROPIC)
 
@@ -86,8 +85,3 @@ class MessageRoutes:
         )
         response = await self._tokenization.tokenize(message)
         return JSONResponse({"input_tokens": len(response.token_ids)})
-
-    def _format_of(self, update: PromptUpdate) -> MessageFormat:
-        generation = update.generation
-        assert generation.state is not None
-        return MessageFormat(generation, self._service.served.get(generation.state.model))
