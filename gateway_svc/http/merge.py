@@ -49,7 +49,7 @@ class Merge(Generic[T]):
                     await self._put(item).wait()
         except Exception as error:
             end = error
-        # Not waited for: a source whose reader has left, and whose task is cancelled, may raise
+        # Not waited for: a source whose reader has ended, and whose task is cancelled, may raise
         # another error than the cancellation.
         self._put(end)
 

@@ -76,7 +76,8 @@ class Operations:
         return self._of_all(lambda shard: self.reset_prefix_cache(timeout_s, shard), timeout_s)
 
     def cluster(self, timeout_s: float | None) -> operations_pb2.GetClusterResponse:
-        """The shards, as the target knows them, or another scheduler if the target is away."""
+        """The shards, as the target knows them, or another scheduler if the target is
+        unavailable."""
         request = operations_pb2.GetClusterRequest()
         try:
             return self._target.call(lambda stub: stub.GetCluster(request, timeout=timeout_s))

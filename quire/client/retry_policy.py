@@ -19,7 +19,7 @@ _MAX_BACKOFF_S = 1.0
 # An attempt of this duration had reached a server, because failures to connect are shorter.
 _REACHED_S = 5.0
 _TAKEN_OVER = "TAKEN_OVER"
-# The reason of a gateway that has waited for a scheduler in vain: however long the attempt was, it
+# The reason of a gateway whose wait for a scheduler has timed out: however long the attempt was, it
 # has reached none.
 _SCHEDULER_AWAY = "SCHEDULER_AWAY"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from scheduler_svc.store.cluster import ClusterReading
 
 HEARTBEAT_S = 0.25
-# When Redis was away, or has lost what it had, the schedulers that were known count for so long
+# When Redis was unavailable, or has lost writes, the schedulers that were known count for so long
 # without a heartbeat: they all have to reach it again.
 RETURN_S = 2.0
 
@@ -21,7 +21,7 @@ class Heartbeats:
         self.members: Mapping[str, str] = {own_id: own_address}
         # None before the first one.
         self._reading: ClusterReading | None = None
-        # Empty once this scheduler leaves.
+        # Empty once this scheduler drains.
         self.own_address = own_address
         self._own_id = own_id
         self._expiry_s = expiry_s
@@ -67,7 +67,7 @@ class Heartbeats:
         return since_ms <= self._ended.get(address, -1)
 
     def leave(self) -> bool:
-        """This scheduler counts no more. False before the first reading."""
+        """This scheduler drains and counts no more. False before the first reading."""
         self.own_address = ""
         if self._reading is None:
             return False
@@ -86,8 +86,8 @@ class Heartbeats:
         return self.now_ms - self._reading.loads[shard].written_ms
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
-        """Whether since the last reading Redis was away, has lost writes, or has got another time:
-        a scheduler that is absent may have had no time for a heartbeat."""
+        """Whether since the last reading Redis was unavailable, has lost writes, or has got another
+        time: a scheduler that is absent may have had no time for a heartbeat."""
         if self._reading is None:
             return False
         half_ms = self._expiry_s * 1000 / 2

@@ -77,12 +77,12 @@ class Membership:
 
     @property
     def address(self) -> str:
-        """Where this scheduler is; empty once it leaves."""
+        """Where this scheduler is; empty once it drains."""
         return self._heartbeats.own_address
 
     @property
     def members(self) -> Mapping[str, str]:
-        """The addresses of the schedulers that run, by id; without this one once it leaves."""
+        """The addresses of the schedulers that run, by id; without this one once it drains."""
         return self._heartbeats.members
 
     @property
@@ -188,7 +188,7 @@ class Membership:
         return found
 
     def is_led(self, shard: int) -> bool:
-        """Whether the shard's leader has just been heard of, so that its lease need not be read."""
+        """Whether the leader has just written the shard's load: its lease need not be read."""
         load, age_ms = self._loads.get(shard), self._heartbeats.load_age_ms(shard)
         if load is None or age_ms is None or self._heartbeats.has_ended(load.leader):
             return False

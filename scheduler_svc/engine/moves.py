@@ -207,7 +207,7 @@ class Moves:
             self._first_ids.pop(key, None)
             return
         await self._record_writer.sync({key})
-        # The same ones if Redis is away in between: by them it knows a record that it has written.
+        # The same ones if Redis is unavailable in between: by them it recognises its own record.
         if key not in self._first_ids:
             self._first_ids[key] = self._next_sequence_id(moved.request.record.num_choices)
         record = replace(moved.request.record, sequence_id=self._first_ids[key])

@@ -172,7 +172,7 @@ class Submissions:
         for attempt, within_s in enumerate(_WAITS_FOR_ROOM_S, 1):
             with self._engine.quotas.wanting([reservation_of(one) for one in waiting]):
                 has_asked = await self.ask_for_room(within_s)
-            # Those whose clients have left meanwhile are dropped.
+            # Those whose clients have disconnected meanwhile are dropped.
             wanted = [one for one in waiting if connection.is_wanted(one.attachment)]
             ended = {one.attachment for one in waiting}
             waiting = []

@@ -31,7 +31,7 @@ class ClusterReading:
     """All that was read by one heartbeat."""
 
     now_ms: int
-    # Addresses, by scheduler id; an empty one of a scheduler that has left.
+    # Addresses, by scheduler id; an empty one of a scheduler that drains.
     schedulers: Mapping[str, Timed]
     # By shard, as its last leader has written it.
     loads: Mapping[int, Timed]
@@ -58,7 +58,7 @@ class ClusterStore:
         self, scheduler_id: str, address: str, expiry_ms: int, loads: Mapping[int, bytes]
     ) -> ClusterReading:
         """Note that a scheduler runs, with the loads of the shards that it leads; an empty address
-        notes that it leaves. Schedulers without a heartbeat for `expiry_ms` are forgotten."""
+        notes that it drains. Schedulers without a heartbeat for `expiry_ms` are forgotten."""
         keys = self._keys
         packed = [part for shard, load in loads.items() for part in (shard, load)]
         now_ms, schedulers, stored, packed_map = await self._connection.run(

@@ -13,7 +13,7 @@ _INTERVAL_S: Final = 0.5
 SILENCE_S: Final = 3.0
 # While ranks load, other threads may keep the one of the heartbeats waiting.
 LOADING_SILENCE_S: Final = 60.0
-# Before it leaves, rank 0 stops the others, unless it is lost.
+# Before it ends, rank 0 stops the others, unless it is lost.
 _STOP_S: Final = 1.0
 
 

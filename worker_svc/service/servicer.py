@@ -76,7 +76,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
 
     def abort_stream(self) -> None:
-        """End the open stream, if any, and waits for the model, because the worker stops."""
+        """End the open stream and the waits for the model, if any, because the worker stops."""
         self._load_ended.set()
         if self._stream is not None:
             self._stream.end(unavailable("WORKER_DRAINING", "the worker is going away"))

@@ -2,18 +2,18 @@
 --
 -- KEYS
 --   1 schedulers   hash: scheduler id -> time of its last heartbeat in ms, a space, its address, or
---                  nothing if it has left
+--                  nothing if it drains
 --   2 loads        hash: shard -> time in ms, a space, the load as its leader has written it
 --   3 map          string: the map of the cluster, see cluster_map.py
 -- ARGV
 --   1 id           of the caller
---   2 address      of the caller; empty: it leaves
+--   2 address      of the caller; empty: it drains
 --   3 expiry_ms    time without a heartbeat after which a scheduler is forgotten
 --   4 shard        of each shard that the caller leads, with
 --   5 load         its load
 -- RETURN the time in ms; schedulers and loads as flat lists; the map or false.
 --
--- Atomic, because a scheduler that is forgotten here must not have been heard of meanwhile.
+-- Atomic, because a scheduler that is forgotten here must not send a heartbeat meanwhile.
 
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
