@@ -131,7 +131,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names; empty if it names none."""
+    """The types that a schema names; empty if it names none. Unless a grammar holds calls to the
+    schemas of their tools, a schema is any JSON value."""
     if not isinstance(schema, dict):
         return set()
     named = schema.get("type")
@@ -141,7 +142,6 @@ def _types(schema: Any) -> set[str]:
         return {one for one in named if isinstance(one, str)}
     if isinstance(values := schema.get("enum"), list) and values:
         return {"string"} if all(isinstance(one, str) for one in values) else set()
-    found: set[str] = set()
-    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _types(one)
-    return found
+    alternatives = (schema.get("anyOf"), schema.get("oneOf"))
+    listed = [one for ones in alternatives if isinstance(ones, list) for one in ones]
+    return set().union(*map(_types, listed))

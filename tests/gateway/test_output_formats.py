@@ -258,3 +258,14 @@ def test_a_call_that_could_not_be_sent_back_is_text(tool_format: str, form: str)
         text = form % f'{{"name": "{name}", "arguments": {arguments}}}'
         pieces = parse(ParserOptions(tool_format, tools=Tools(SCHEMAS)), text)
         assert (calls(pieces), texts(pieces, Content).encode()) == ([], text.encode())
+
+
+@pytest.mark.parametrize("alternatives", [None, 5, "string", {"type": "string"}, [None, 5, "s"]])
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf"])
+def test_arguments_of_a_schema_that_is_not_valid_are_json_if_they_can_be(
+    keyword: str, alternatives: object
+) -> None:
+    """Schemas of tools are checked only if a grammar holds calls to them."""
+    tools = Tools({"f": {"properties": {"a": {keyword: alternatives}}}})
+    text = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
+    assert calls(parse(ParserOptions("glm", tools=tools), text)) == [("f", '{"a": 1}')]
