@@ -28,7 +28,7 @@ class LiveLimits:
         self,
         max_calls: int,
         max_bytes: int,
-        on_refused: Callable[[str], object] = lambda reason: None,
+        on_refused: Callable[[str], object],
     ) -> None:
         """`on_refused` is called with the reason of each refusal, one of `REASONS`."""
         self.num_calls = 0

@@ -183,7 +183,7 @@ class GatewayMetrics:
             series.met.inc()
 
     @contextmanager
-    def resumed_request(self, tenant_class: str = DEFAULT_CLASS) -> Iterator["RequestTimes"]:
+    def resumed_request(self, tenant_class: str) -> Iterator["RequestTimes"]:
         """Measure a resumed request: no time to first token and no end-to-end latency. It does not
         count for an objective: the call that started it does."""
         self._resumed.inc()

@@ -50,7 +50,7 @@ class ShownStream:
     started: float = field(default_factory=time.monotonic)
 
 
-def run_demo(model: str, num_workers: int = 2, verbose: bool = False) -> None:
+def run_demo(model: str, num_workers: int, verbose: bool) -> None:
     """Run the demonstration. LaunchError or QuireError if a part of it fails."""
     if model == DEMO_MODEL and not Path(model).is_dir():
         raise LaunchError(f"no folder {model}: run the demo in the repository, or name a model")

@@ -60,7 +60,7 @@ class ServiceSpec:
 class ServiceProcess(ChildProcess):
     """A service as a child process."""
 
-    def __init__(self, spec: ServiceSpec, spawn: Spawn = in_this_thread) -> None:
+    def __init__(self, spec: ServiceSpec, spawn: Spawn) -> None:
         super().__init__(spec.name, spawn)
         self.spec = spec
         self._bound: str | None = None
@@ -100,7 +100,7 @@ class ServiceProcess(ChildProcess):
         if now - self._check_fails_since >= check.timeout_s:
             raise self.error(f"cannot {check.action}")
 
-    def pending_action(self, with_detail: bool = False) -> str | None:
+    def pending_action(self, with_detail: bool) -> str | None:
         """The action that was not complete at the last `check_start`, with what the service has
         reported: "worker-0 to load the model (downloading)"."""
         check = self.spec.start_check

@@ -182,21 +182,18 @@ class ServerCertificates:
         return tuple(file_version(file) for file in files if file is not None)
 
 
-def open_channel(
-    target: str, options: _Options, tls: TLS | None, name: str | None = None
-) -> grpc.Channel:
-    """Open a channel. `name` is the name that a target with an IP address stands for. A unix socket
-    has no TLS. TLSError if files cannot be used."""
+def open_channel(target: str, options: _Options, tls: TLS | None) -> grpc.Channel:
+    """Open a channel. A unix socket has no TLS. TLSError if files cannot be used."""
     if tls is None or target.startswith("unix:"):
         return grpc.insecure_channel(target, options=options)
-    return grpc.secure_channel(target, _credentials(tls), options=_with_name(options, tls, name))
+    return grpc.secure_channel(target, _credentials(tls), options=_with_name(options, tls))
 
 
 def open_aio_channel(
     target: str, options: _Options, tls: TLS | None, name: str | None = None
 ) -> grpc.aio.Channel:
-    """Open a channel of the running event loop, as `open_channel` does. TLSError if files cannot
-    be used."""
+    """Open a channel of the running event loop, as `open_channel` does. `name` is the name that a
+    target with an IP address stands for. TLSError if files cannot be used."""
     if tls is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(
@@ -210,7 +207,7 @@ def _credentials(tls: object) -> grpc.ChannelCredentials:
     return tls.credentials()
 
 
-def _with_name(options: _Options, tls: TLS, name: str | None) -> _Options:
+def _with_name(options: _Options, tls: TLS, name: str | None = None) -> _Options:
     name = tls.server_name or name
     return options if name is None else [*options, ("grpc.ssl_target_name_override", name)]
 

@@ -34,9 +34,7 @@ class LeaseStore:
     that a scheduler never waits for its own lease to expire.
     """
 
-    def __init__(
-        self, connection: Connection, key: str, on_acquired: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, connection: Connection, key: str, on_acquired: Callable[[], None]) -> None:
         """`key`: that of the leadership. `on_acquired` is called before `acquire` returns one."""
         self._connection = connection
         self._on_acquired = on_acquired

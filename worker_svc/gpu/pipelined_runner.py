@@ -57,7 +57,7 @@ class PipelinedRunner:
         streams: Streams,
         processors: LogitsPipeline,
         implementation: Implementation | None,
-        followers: Followers | None = None,
+        followers: Followers | None,
     ) -> None:
         """`implementation` is that of the sampler; the default is the best one available.
         `followers` are the other ranks of a worker, which run its passes."""

@@ -49,10 +49,9 @@ class LogitsPipeline:
         processors: Sequence[LogitsProcessor],
         typical_p: TypicalP,
         max_num_seqs: int,
-        own: Mapping[str, LogitsProcessor] | None = None,
+        own: Mapping[str, LogitsProcessor],
     ) -> None:
         """`own` come last; requests may have arguments for them by name."""
-        own = own or {}
         self._processors = (*processors, *own.values())
         self._typical_p = typical_p
         # Names of own processors by index.

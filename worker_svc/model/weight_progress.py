@@ -22,10 +22,10 @@ class WeightProgress:
         action: str,
         network: nn.Module,
         weights: Iterable[list[nn.Module]],
-        progress: LoadProgress | None = None,
-        files: Iterable[Path] = (),
+        progress: LoadProgress | None,
+        files: Iterable[Path],
     ) -> None:
-        """`weights` has the modules of each weight."""
+        """`weights` has the modules of each weight. Without `progress` nothing is reported."""
         self._action = action
         self._progress = progress or LoadProgress()
         self._files = MappedFiles(files)

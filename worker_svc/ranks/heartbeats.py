@@ -17,9 +17,7 @@ LOADING_SILENCE_S: Final = 60.0
 _STOP_S: Final = 1.0
 
 
-def send_heartbeats(
-    store: Store, rank: int, on_lost: Callable[[str], object] | None = None
-) -> None:
+def send_heartbeats(store: Store, rank: int, on_lost: Callable[[str], object] | None) -> None:
     """Count in the store, on another thread, as long as this process runs. The store may have no
     other user. `on_lost` is called with the reason when rank 0 is gone; without it the next message
     reports that."""

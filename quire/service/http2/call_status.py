@@ -16,7 +16,7 @@ _CODES: Final = {str(code.value[0]).encode(): code for code in StatusCode}
 class CallEnded(Exception):
     """The call has ended, for whatever reason: its status."""
 
-    def __init__(self, code: StatusCode, details: str, packed_status: bytes = b"") -> None:
+    def __init__(self, code: StatusCode, details: str, packed_status: bytes) -> None:
         """`packed_status`: a google.rpc.Status, empty if the peer has sent none."""
         super().__init__(f"{code.name}: {details}")
         self.code = code

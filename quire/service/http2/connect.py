@@ -32,7 +32,7 @@ async def connect(
     return connected
 
 
-async def find_obstacle(address: str, tls: TLS | None, name: str | None = None) -> str:
+async def find_obstacle(address: str, tls: TLS | None, name: str | None) -> str:
     """Why no connection can be opened, which a channel of gRPC does not say; empty if one can. A
     client's certificate that the server refuses is no obstacle yet."""
     try:
