@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from worker_svc.plan.failures import NO_TOKEN, RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.host_arrays import tensors_on
 from worker_svc.runner.sampling_params import SamplingParams
 
 
@@ -43,8 +43,7 @@ class RowSampler:
     ) -> None:
         self._tables = tables
         self._processors = processors
-        self._device = device
-        self._is_on_host = device.type == "cpu"
+        self._tensor = tensors_on(device)
         self._implementation = implementation
         self._params = SamplingParams(tables, device)
 
@@ -119,7 +118,3 @@ class RowSampler:
         return Logprobs.pack(
             num_logprobs[valid], *(tensor.cpu().numpy()[kept] for tensor in arrays)
         )
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._is_on_host else tensor.to(self._device)

@@ -4,11 +4,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import PagedBatch
@@ -24,6 +23,7 @@ from worker_svc.plan.jumps import Jumps, jump
 from worker_svc.plan.plans import Plan, StepOutput, StepTimes
 from worker_svc.plan.prompt_logprobs import PromptLogprobs, PromptTargets
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.host_arrays import tensors_on
 from worker_svc.runner.prompt_slices import prompt_logprobs
 from worker_svc.runner.row_sampler import RowSampler
 from worker_svc.runner.step_runner import Callback, PendingOutput, ReadyOutput, no_op
@@ -79,8 +79,7 @@ class Runner:
         self._attention = attention
         self._tables = tables
         self._processors = processors
-        self._device = model.device
-        self._is_on_host = model.device.type == "cpu"
+        self._tensor = tensors_on(model.device)
         self._implementation = implementation
         self._sampler = RowSampler(tables, processors, model.device, implementation)
         self._drafter = drafter
@@ -259,10 +258,6 @@ class Runner:
             if row not in failures:
                 self._tables.fail(row, failure)
                 failures[row] = failure
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._is_on_host else tensor.to(self._device)
 
 
 def _known(logits: Tensor) -> Future[Tensor]:

@@ -11,6 +11,7 @@ from kernels.sampling import SamplingTensors
 from worker_svc.logits.batch_cache import BatchCache
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.tables import RowTables
+from worker_svc.runner.host_arrays import tensors_on
 
 _NO_LINES: Final[Ints] = np.empty(0, np.int64)
 
@@ -20,8 +21,7 @@ class SamplingParams:
 
     def __init__(self, tables: RowTables, device: torch.device) -> None:
         self._tables = tables
-        self._device = device
-        self._is_on_host = device.type == "cpu"
+        self._tensor = tensors_on(device)
         self._columns = BatchCache(lambda _, rows: self._columns_of(rows))
 
     def rows_have_changed(self) -> None:
@@ -44,7 +44,3 @@ class SamplingParams:
             "seeds": tables.seeds.view(np.int64),
         }
         return {name: self._tensor(column[rows]) for name, column in columns.items()}
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._is_on_host else tensor.to(self._device)
