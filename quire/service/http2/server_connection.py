@@ -75,7 +75,7 @@ class ServerConnection(asyncio.Protocol):
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
         self._retirement: asyncio.TimerHandle | None = None
-        # When it has sent something last, by the loop's clock.
+        # When the client has last sent something, by the loop's clock.
         self._last_received_at = 0.0
 
     @property
