@@ -51,7 +51,7 @@ class CallWriter:
         self._name = ""
         self._arguments: list[str] = []
         self._has_begun = False
-        # White space at the begin and after calls, which is dropped before a call.
+        # White space at the start and after calls, which is dropped before a call.
         self._is_at_border = True
         # What was dropped before the call that is read.
         self._space = ""

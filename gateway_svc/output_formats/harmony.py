@@ -28,7 +28,7 @@ def harmony(
     set_reasoning: Callable[[bool], object],
 ) -> Step[None]:
     """The channel `analysis` is reasoning, a message to `functions.f` is a call, and everything
-    else is content. The prompt has the begin of the first header. `set_reasoning` is called where
+    else is content. The prompt has the start of the first header. `set_reasoning` is called where
     reasoning begins and ends."""
     while True:
         while (yield from reader.accept(END, CALL, RETURN)) is not None:

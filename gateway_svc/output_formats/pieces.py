@@ -20,7 +20,7 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallStart:
-    """The begin of a call of a tool. Calls are numbered from 0."""
+    """The start of a call of a tool. Calls are numbered from 0."""
 
     index: int
     name: str

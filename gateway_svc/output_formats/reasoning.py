@@ -1,4 +1,4 @@
-"""Reasoning between a pair of markers at the begin of the output."""
+"""Reasoning between a pair of markers at the start of the output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,7 +38,7 @@ def is_final(error: QuireError) -> bool:
 class RetryPolicy:
     """The retries of one request, at one target after another.
 
-    Sends nothing itself; a client reports the begin, progress and failure of each attempt.
+    Sends nothing itself; a client reports the start, progress and failure of each attempt.
     `timeout_s` limits all attempts together; None is no limit. `resume_timeout_s` limits the time
     without progress; 0 allows one attempt. `on_break` is called with each failure that is retried.
     A call that is in progress when its client is closed is not retried: it fails with CANCELLED.

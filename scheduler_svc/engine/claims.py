@@ -90,4 +90,5 @@ class Claims:
                 try:
                     await self._directory.claim(keys, self.shard, self._ttl_s, Claim.KNOWN)
                 except StoreError:
+                    # A claim outlives several renewals.
                     continue
