@@ -5,6 +5,7 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.choice_parser import ToolCallDelta
+from gateway_svc.http.formats.chunks import Chunks
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
 from gateway_svc.http.formats.logprobs import chat_logprobs, prompt_logprobs
 from gateway_svc.text.served_model import Model
@@ -21,12 +22,13 @@ class ChatFormat:
             "created": state.created,
             "model": model.name,
         }
+        self._chunks = Chunks(self._fixed, state)
 
     def first_events(
         self, choices: Iterable[int], prompt_token_ids: list[int] | None
     ) -> Iterable[ServerEvent]:
         for index in choices:
-            event = self._event([_choice(index, {"role": "assistant", "content": ""})])
+            event = self._chunks.of(_choice(index, {"role": "assistant", "content": ""}))
             if prompt_token_ids is not None:
                 event.data["prompt_token_ids"] = prompt_token_ids
             yield event
@@ -49,11 +51,10 @@ class ChatFormat:
             choice["stop_reason"] = stop_reason(update.end, self._model, self._state)
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
-        yield self._event([choice], usage() if self._state.continuous_usage else None)
+        yield self._chunks.of_update(choice, usage)
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
-        if self._state.include_usage:
-            yield self._event([], usage)
+        yield from self._chunks.last(usage)
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         choices = [
@@ -91,12 +92,6 @@ class ChatFormat:
             entry for update in output.updates for entry in chat_logprobs(update, self._model) or ()
         ]
         return {"content": content, "refusal": None}
-
-    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> ServerEvent:
-        data = {**self._fixed, "choices": choices}
-        if self._state.include_usage or self._state.continuous_usage:
-            data["usage"] = None if usage is None else usage.to_json()
-        return ServerEvent(data)
 
 
 def _delta(update: ChoiceUpdate) -> dict[str, Any]:

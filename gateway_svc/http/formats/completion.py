@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.formats.chunks import Chunks
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
 from gateway_svc.http.formats.logprobs import completion_logprobs, prompt_logprobs
 from gateway_svc.text.served_model import Model
@@ -20,13 +21,14 @@ class CompletionFormat:
             "created": state.created,
             "model": model.name,
         }
+        self._chunks = Chunks(self._fixed, state)
 
     def first_events(
         self, choices: Iterable[int], prompt_token_ids: list[int] | None
     ) -> Iterable[ServerEvent]:
         for index in choices if prompt_token_ids is not None else ():
             ids = {"prompt_token_ids": prompt_token_ids, "token_ids": []}
-            yield self._event([{**_choice(index, ""), **ids}])
+            yield self._chunks.of({**_choice(index, ""), **ids})
 
     def events(
         self, index: int, update: ChoiceUpdate, usage: Callable[[], Usage]
@@ -43,11 +45,10 @@ class CompletionFormat:
         }
         if self._state.return_token_ids:
             choice["token_ids"] = update.token_ids
-        yield self._event([choice], usage() if self._state.continuous_usage else None)
+        yield self._chunks.of_update(choice, usage)
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
-        if self._state.include_usage:
-            yield self._event([], usage)
+        yield from self._chunks.last(usage)
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         choices = [
@@ -79,12 +80,6 @@ class CompletionFormat:
         if not found:
             return None
         return {name: [entry for part in found for entry in part[name]] for name in found[0]}
-
-    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> ServerEvent:
-        data = {**self._fixed, "choices": choices}
-        if self._state.include_usage or self._state.continuous_usage:
-            data["usage"] = None if usage is None else usage.to_json()
-        return ServerEvent(data)
 
 
 def _choice(index: int, text: str) -> dict[str, Any]:
