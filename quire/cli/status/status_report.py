@@ -71,8 +71,8 @@ def cluster_report(now: ClusterStatus, before: ClusterStatus | None, width: int)
         for change in changes_of(status, previous.get(shard))
     ]
     workers = GetStatusResponse(workers=[change.now for _, change in changes])
-    rows = [[*_row(change)[:1], str(shard), *_row(change)[1:]] for shard, change in changes]
-    header = [*_HEADER[:1], "SHARD", *_HEADER[1:]]
+    rows = [_with_shard(_row(change), str(shard)) for shard, change in changes]
+    header = _with_shard(_HEADER, "SHARD")
     return [
         *_cluster_summary(now, [change for _, change in changes]),
         "",
@@ -94,12 +94,10 @@ def changes_of(now: GetStatusResponse, before: GetStatusResponse | None) -> list
 
 
 def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
-    known = [rate for change in changes if (rate := change.rate(_scheduled)) is not None]
-    total = sum(known) if known else None
     queue = now.queue
     return [
         f"up {_duration(now.uptime_ms // 1000)}  epoch {now.epoch}  workers {len(now.workers)}  "
-        f"tokens/s {_number(total)}",
+        f"tokens/s {_number(_tokens_per_s(changes))}",
         f"queue {queue.num_requests:,} requests, {queue.num_tokens:,} tokens  "
         f"accepted {now.num_accepted:,}  refused {now.num_refused:,}",
         *(f"worker refused  {one.address}: {one.reason}" for one in now.refused_workers),
@@ -107,7 +105,6 @@ def _summary(now: GetStatusResponse, changes: list[Change]) -> list[str]:
 
 
 def _cluster_summary(now: ClusterStatus, changes: list[Change]) -> list[str]:
-    known = [rate for change in changes if (rate := change.rate(_scheduled)) is not None]
     all_of = now.statuses.values()
     refused = [
         f"worker refused  {one.address} (shard {shard}): {one.reason}"
@@ -116,7 +113,7 @@ def _cluster_summary(now: ClusterStatus, changes: list[Change]) -> list[str]:
     ]
     return [
         f"shards {now.num_shards}  workers {len(changes)}  "
-        f"tokens/s {_number(sum(known) if known else None)}",
+        f"tokens/s {_number(_tokens_per_s(changes))}",
         f"queue {sum(one.queue.num_requests for one in all_of):,} requests, "
         f"{sum(one.queue.num_tokens for one in all_of):,} tokens  "
         f"accepted {sum(one.num_accepted for one in all_of):,}  "
@@ -124,6 +121,12 @@ def _cluster_summary(now: ClusterStatus, changes: list[Change]) -> list[str]:
         *(f"shard {shard} not shown  {error}" for shard, error in now.failures.items()),
         *refused,
     ]
+
+
+def _tokens_per_s(changes: list[Change]) -> float | None:
+    """Scheduled tokens of all workers that have a previous status; None if none has."""
+    known = [rate for change in changes if (rate := change.rate(_scheduled)) is not None]
+    return sum(known) if known else None
 
 
 _HEADER: Final = [
@@ -152,6 +155,12 @@ def _row(change: Change) -> list[str]:
         _percent(_share(worker.num_blocks - worker.num_free_blocks, worker.num_blocks)),
         worker.address + (" (draining)" if worker.draining else ""),
     ]
+
+
+def _with_shard(row: list[str], shard: str) -> list[str]:
+    """The row with its shard behind the worker's name."""
+    name, *rest = row
+    return [name, shard, *rest]
 
 
 def _drafts(now: GetStatusResponse) -> list[str]:
