@@ -67,7 +67,7 @@ _OPEN = frames.PREFACE + frames.pack_settings({})
             frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(9, 4, 3),
             "incomplete",
         ),
-        (frames.pack_frame(frames.CONTINUATION, 0, 1), "no begin"),
+        (frames.pack_frame(frames.CONTINUATION, 0, 1), "no start"),
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 2), "even"),
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 0), "even"),
         (frames.pack_frame(frames.DATA, 0, 1), "not begun"),

@@ -69,7 +69,7 @@ class HeaderBlocks:
         is_next = frame.kind == frames.CONTINUATION
         if self._first is None:
             if is_next:
-                raise ProtocolError("a header block has no begin")
+                raise ProtocolError("a header block has no start")
         elif not is_next or frame.stream != self._first.stream:
             raise ProtocolError("a header block is incomplete")
 
