@@ -44,7 +44,7 @@ class CacheFolder:
         """Write a file unless another process does; evict others, those used longest ago first.
         False, with a line in the log, if it cannot be written."""
         try:
-            if self.path(key).exists() or not self._make_room(key, content.num_bytes):
+            if self.path(key).exists() or not self._make_room(content.num_bytes):
                 return False
             with self._partial(key) as file:
                 if file is None:
@@ -60,8 +60,8 @@ class CacheFolder:
             return False
         return True
 
-    def _make_room(self, key: str, num_bytes: int) -> bool:
-        """False, with a line in the log, if there is none."""
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evict files until `num_bytes` fit; False, with a line in the log, if they do not."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if num_bytes > self._max_bytes:
             limit = size_text(self._max_bytes)
