@@ -298,6 +298,18 @@ async def test_a_summary_stands_for_reasoning_without_content(tools: Http) -> No
         assert (await sending).status_code == 200
 
 
+async def test_adjacent_items_of_reasoning_are_joined(tools: Http) -> None:
+    parts = [[{"type": "reasoning_text", "text": text}] for text in ("Why?", "Because.")]
+    # Of a server that encrypts its reasoning.
+    contents = [parts[0], [], parts[1]]
+    output = [{"type": "reasoning", "content": content} for content in contents]
+    message = {"role": "assistant", "content": "So."}
+    sending = tools.start("/v1/responses", {"input": [USER, *output, message, USER]})
+    prompt = await write(tools, "ok")
+    assert "<think>Why?\nBecause.</think>So." in prompt
+    assert (await sending).status_code == 200
+
+
 async def test_a_guided_call_that_is_cut_has_the_arguments_so_far(tools: Http) -> None:
     chat = {"messages": [USER], "tools": TOOLS}
     response = {"input": "a", "tools": RESPONSE_TOOLS}

@@ -112,13 +112,14 @@ class ReasoningConfig(HttpRequest):
 
 
 def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
-    """Reasoning and calls become parts of the assistant's message that they belong to."""
+    """Reasoning and calls become parts of the assistant's message that they belong to. Adjacent
+    items of reasoning are joined as the parts of one are."""
     messages: list[conversation_pb2.Message] = []
     reasoning: str | None = None
     for item in items:
         match item:
             case InputReasoning():
-                reasoning = item.text
+                reasoning = "\n".join(text for text in (reasoning, item.text) if text)
             case InputMessage():
                 is_assistant = item.role == "assistant"
                 fields: dict[str, Any] = {"reasoning": reasoning} if is_assistant else {}
