@@ -96,6 +96,24 @@ class _Servers:
         kind = SSLConnection if self.uses_tls else Connection
         return ServerLink(lambda: kind(host=host, port=port, **self.options))
 
+    def sentinel(self, host: str, port: int) -> Redis:
+        """A client of one of them, a Sentinel."""
+        return Redis(host=host, port=port, ssl=self.uses_tls, **self.sentinel_options)
+
+    def cluster(self) -> RedisCluster:
+        """A client of the cluster that they are nodes of."""
+        options = {name: value for name, value in self.options.items() if name != "db"}
+        # A node that hangs leaves time to ask others.
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            options[name] *= _SHARE_OF_NODE
+        return RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in self.addresses],
+            ssl=self.uses_tls,
+            # Other slots are not of interest.
+            require_full_coverage=False,
+            **options,
+        )
+
 
 class _Named(NamedTuple):
     """A primary, by a Sentinel."""
@@ -158,7 +176,7 @@ async def find_primary(servers: _Servers) -> tuple[str, int]:
 
 async def _ask(servers: _Servers, host: str, port: int) -> _Named | str:
     """The primary that a Sentinel names, or why it names none."""
-    client = Redis(host=host, port=port, ssl=servers.uses_tls, **servers.sentinel_options)
+    client = servers.sentinel(host, port)
     try:
         # By their names, unlike the type of newer protocols.
         masters: Any = await client.sentinel_masters()
@@ -178,17 +196,7 @@ async def _ask(servers: _Servers, host: str, port: int) -> _Named | str:
 
 async def find_node(servers: _Servers) -> tuple[str, int]:
     """The node of a cluster with the slot of the key."""
-    options = {name: value for name, value in servers.options.items() if name != "db"}
-    # A node that hangs leaves time to ask others.
-    for name in ("socket_timeout", "socket_connect_timeout"):
-        options[name] *= _SHARE_OF_NODE
-    cluster = RedisCluster(
-        startup_nodes=[ClusterNode(host, port) for host, port in servers.addresses],
-        ssl=servers.uses_tls,
-        # Other slots are not of interest.
-        require_full_coverage=False,
-        **options,
-    )
+    cluster = servers.cluster()
     nodes = cluster.nodes_manager
     try:
         # Not `cluster.initialize()`: it asks the first primary for its commands, and fails while
@@ -224,8 +232,9 @@ def link_to(url: str, timeout_s: float, password: str | None = None, key: str = 
     none."""
     try:
         return _link_to(url, timeout_s, password, key)
-    except (TypeError, RedisError) as error:
-        # An unknown parameter becomes an unknown argument.
+    except (TypeError, AttributeError, RedisError) as error:
+        # An unknown parameter becomes an unknown argument, and the text of one that cannot be a
+        # text, such as `retry`, lacks a method.
         raise ValueError(
             f"the URL of Redis has a parameter that cannot be used: {error}"
         ) from error
@@ -240,10 +249,9 @@ def _link_to(url: str, timeout_s: float, password: str | None, key: str) -> Link
         "socket_connect_timeout": timeout_s,
     }
     if not kind:
-        pool = ConnectionPool.from_url(url, password=password, protocol=2, **options)
         # A URL may ask for another protocol, which `RespConnection` does not read.
-        pool.connection_kwargs["protocol"] = 2
-        return ServerLink(pool.make_connection)
+        of_url: dict[str, Any] = {"password": password, **options, **parse_url(url), "protocol": 2}
+        return ServerLink(ConnectionPool(**of_url).make_connection)
     if scheme not in ("redis", "rediss") or kind not in _DEFAULT_PORTS:
         raise ValueError(
             f"the URL of Redis begins with {scheme}+{kind}://; redis:// and rediss:// "
@@ -252,7 +260,11 @@ def _link_to(url: str, timeout_s: float, password: str | None, key: str) -> Link
     servers = _parse(url, scheme, _DEFAULT_PORTS[kind], options, password, key)
     # Like one server's, its parameters are refused now and not by each attempt to connect.
     servers.server(*servers.addresses[0])
-    return GroupLink(servers, find_primary if kind == "sentinel" else find_node)
+    if kind == "sentinel":
+        servers.sentinel(*servers.addresses[0])
+        return GroupLink(servers, find_primary)
+    servers.cluster()
+    return GroupLink(servers, find_node)
 
 
 def _split(url: str) -> SplitResult:

@@ -95,6 +95,10 @@ def test_an_invalid_url_of_several_servers_is_refused(url: str) -> None:
         ("redis://:secret@h?bogus=1", "bogus"),
         ("redis+cluster://:secret@h?bogus=1", "bogus"),
         ("redis+sentinel://h/m?bogus=1", "bogus"),
+        ("redis+sentinel://h/m?sentinel_bogus=1", "bogus"),
+        # What one server takes, and a client of several does not.
+        ("rediss+cluster://:secret@h?ssl_ca_path=/ca", "ssl_ca_path"),
+        ("redis://:secret@h?retry=3", "parameter that cannot be used"),
         ("redis://:secret@h?socket_timeout=x", "socket_timeout"),
     ],
 )
@@ -111,6 +115,13 @@ def test_an_unusable_part_of_a_url_is_refused_with_its_name(url: str, reason: st
 )  # fmt: skip
 def test_a_url_without_or_with_a_database(url: str) -> None:
     link_to(url, 1)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "rediss://h", "unix:///r.sock", "redis+sentinel://h", "redis+cluster://h"]
+)
+def test_a_url_that_asks_for_another_protocol_is_valid(url: str) -> None:
+    link_to(f"{url}?protocol=3", 1)
 
 
 def test_all_keys_have_one_slot() -> None:
