@@ -1,14 +1,17 @@
 """Addresses of services, `host:port` or `unix:/path`: checks them and resolves their names."""
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import os
 import re
 import socket
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from threading import Thread
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import structlog
@@ -21,6 +24,8 @@ CONNECT_TIMEOUT_S = 1.0
 _HOST_AND_PORT = re.compile(r"(?P<host>[^\s:/\[\]]+|\[(?P<ipv6>[^\s\]]+)\]):(?P<port>[0-9]{1,5})")
 _UNIX = re.compile(r"unix:/.+")
 _MAX_PORT = 2**16 - 1
+
+_Result = TypeVar("_Result")
 
 
 def check_address(value: str) -> str:
@@ -142,7 +147,8 @@ Address = Annotated[str, AfterValidator(check_address)]
 class NameResolver:
     """Resolves each name once a second while `run` runs, concurrently.
 
-    A name that fails to resolve keeps its last addresses.
+    A name that fails to resolve keeps its last addresses. One whose name server hangs delays no
+    other, nor the end of the process.
     """
 
     def __init__(self, names: Iterable[str], on_change: Callable[[], None] = lambda: None) -> None:
@@ -153,6 +159,9 @@ class NameResolver:
         self._on_change = on_change
         # A failure is logged once per outage, also if `run` is called again.
         self._failing: set[str] = set()
+        # In progress, by name. Those of a run that was cancelled are continued by the next one, so
+        # that a name has one thread, however often a name server that hangs is asked.
+        self._lookups: dict[str, asyncio.Task[frozenset[str]]] = {}
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -174,7 +183,7 @@ class NameResolver:
     async def _keep_resolved(self, name: str) -> None:
         while True:
             try:
-                addresses = await _resolve(name)
+                addresses = await asyncio.shield(self._lookup(name))
             except (OSError, UnicodeError) as error:
                 if name not in self._failing:
                     log.warning("name does not resolve", name=name, reason=str(error))
@@ -186,13 +195,48 @@ class NameResolver:
                     self._on_change()
             await asyncio.sleep(LOOKUP_INTERVAL_S)
 
+    def _lookup(self, name: str) -> "asyncio.Task[frozenset[str]]":
+        if name not in self._lookups:
+            self._lookups[name] = asyncio.create_task(_resolve(name))
+            self._lookups[name].add_done_callback(partial(self._end_lookup, name))
+        return self._lookups[name]
+
+    def _end_lookup(self, name: str, lookup: "asyncio.Task[frozenset[str]]") -> None:
+        del self._lookups[name]
+        if not lookup.cancelled():
+            # Without a caller that reads it, asyncio would log an error.
+            lookup.exception()
+
 
 async def _resolve(name: str) -> frozenset[str]:
     port = name.rpartition(":")[2]
-    infos = await asyncio.get_running_loop().getaddrinfo(
-        host(name), int(port), type=socket.SOCK_STREAM
-    )
+    look_up = partial(socket.getaddrinfo, host(name), int(port), type=socket.SOCK_STREAM)
+    try:
+        # An IP address needs no name server, and no thread.
+        infos = look_up(flags=socket.AI_NUMERICHOST)
+    except OSError:
+        infos = await _in_own_thread(look_up)
     return frozenset(_target(address, port) for *_, address in infos)
+
+
+async def _in_own_thread(call: Callable[[], _Result]) -> _Result:
+    """Call in a thread that ends with the process at the latest. The loop's own are few: calls that
+    hang would keep them from all others, and the loop from its end."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[_Result] = loop.create_future()
+
+    def run() -> None:
+        end: Callable[[], None]
+        try:
+            end = partial(result.set_result, call())
+        except Exception as error:
+            end = partial(result.set_exception, error)
+        # The loop may have been closed, and the caller cancelled.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: None if result.done() else end())
+
+    Thread(target=run, name="name lookup", daemon=True).start()
+    return await result
 
 
 def _target(address: tuple[object, ...], port: str) -> str:

@@ -2,7 +2,10 @@
 
 import asyncio
 import socket
+import threading
+from collections import Counter
 
+import uvloop
 from waiting import until
 
 from quire.service.addresses import NameResolver
@@ -43,3 +46,37 @@ async def test_a_change_of_a_names_addresses_is_reported(monkeypatch):
     assert changes == [resolved[0], resolved[-1]]
     resolving.cancel()
     await asyncio.gather(resolving, return_exceptions=True)
+
+
+def test_names_whose_server_hangs_delay_no_other_nor_the_end(monkeypatch):
+    """They are more than the threads of any loop, and each has one lookup at a time."""
+    released, num_lookups = threading.Event(), Counter[str]()
+    getaddrinfo = socket.getaddrinfo
+
+    def look_up(name: str, port: int, **options: int) -> list[object]:
+        if not options.get("flags") and name.endswith(".hangs"):
+            num_lookups[name] += 1
+            released.wait(60)
+            raise socket.gaierror(socket.EAI_AGAIN, "no response")
+        return getaddrinfo(name, port, **options)
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    hanging = [f"{i}.hangs" for i in range(40)]
+
+    async def resolve() -> None:
+        resolver = NameResolver([*(f"{name}:1" for name in hanging), "localhost:2"])
+        for _ in range(3):
+            resolving = asyncio.create_task(resolver.run())
+            await until(lambda: len(num_lookups) == len(hanging), "all lookups")
+            await until(lambda: resolver.addresses, "the name that resolves")
+            resolving.cancel()
+            await asyncio.gather(resolving, return_exceptions=True)
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(resolve())
+        # The loop has ended before any of them.
+        assert not released.is_set()
+        assert num_lookups == Counter(hanging)
+    finally:
+        released.set()
