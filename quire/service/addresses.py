@@ -144,6 +144,35 @@ async def can_connect(address: str) -> bool:
 Address = Annotated[str, AfterValidator(check_address)]
 
 
+class Lookups:
+    """Looks names up, each in a thread of its own. A lookup whose caller was cancelled is continued
+    by the next call, so that a name whose server hangs has one thread, however often it is asked.
+    """
+
+    def __init__(self) -> None:
+        # In progress, by name.
+        self._running: dict[str, asyncio.Task[frozenset[str]]] = {}
+
+    async def resolve(self, name: str) -> frozenset[str]:
+        """The addresses of `host:port`. OSError or UnicodeError if it has none."""
+        if name not in self._running:
+            self._running[name] = asyncio.create_task(_resolve(name))
+            self._running[name].add_done_callback(partial(self._end, name))
+        return await asyncio.shield(self._running[name])
+
+    async def wait_for(self, name: str) -> None:
+        """Wait for the response of the name server, be it an error. A lookup by the loop's own
+        threads, which are few and not cancelled, is short then."""
+        with contextlib.suppress(OSError, UnicodeError):
+            await self.resolve(name)
+
+    def _end(self, name: str, lookup: "asyncio.Task[frozenset[str]]") -> None:
+        del self._running[name]
+        if not lookup.cancelled():
+            # Without a caller that reads it, asyncio would log an error.
+            lookup.exception()
+
+
 class NameResolver:
     """Resolves each name once a second while `run` runs, concurrently.
 
@@ -159,9 +188,7 @@ class NameResolver:
         self._on_change = on_change
         # A failure is logged once per outage, also if `run` is called again.
         self._failing: set[str] = set()
-        # In progress, by name. Those of a run that was cancelled are continued by the next one, so
-        # that a name has one thread, however often a name server that hangs is asked.
-        self._lookups: dict[str, asyncio.Task[frozenset[str]]] = {}
+        self._lookups = Lookups()
 
     @property
     def addresses(self) -> frozenset[str]:
@@ -183,7 +210,7 @@ class NameResolver:
     async def _keep_resolved(self, name: str) -> None:
         while True:
             try:
-                addresses = await asyncio.shield(self._lookup(name))
+                addresses = await self._lookups.resolve(name)
             except (OSError, UnicodeError) as error:
                 if name not in self._failing:
                     log.warning("name does not resolve", name=name, reason=str(error))
@@ -194,18 +221,6 @@ class NameResolver:
                     self._resolved[name] = addresses
                     self._on_change()
             await asyncio.sleep(LOOKUP_INTERVAL_S)
-
-    def _lookup(self, name: str) -> "asyncio.Task[frozenset[str]]":
-        if name not in self._lookups:
-            self._lookups[name] = asyncio.create_task(_resolve(name))
-            self._lookups[name].add_done_callback(partial(self._end_lookup, name))
-        return self._lookups[name]
-
-    def _end_lookup(self, name: str, lookup: "asyncio.Task[frozenset[str]]") -> None:
-        del self._lookups[name]
-        if not lookup.cancelled():
-            # Without a caller that reads it, asyncio would log an error.
-            lookup.exception()
 
 
 async def _resolve(name: str) -> frozenset[str]:

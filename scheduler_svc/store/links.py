@@ -25,6 +25,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError
 
+from quire.service.addresses import Lookups
+
 _DEFAULT_PORTS = {"sentinel": 26379, "cluster": 6379}
 _DEFAULT_SERVICE = "mymaster"
 _SENTINEL_PREFIX = "sentinel_"
@@ -59,11 +61,14 @@ class ServerLink:
     def __init__(self, make_connection: Callable[[], AbstractConnection]) -> None:
         self._make_connection = make_connection
         self._connection = make_connection()
+        self._lookups = Lookups()
 
     async def connect(self) -> asyncio.WriteTransport:
         await self.disconnect()
         # Another one reads the files of TLS again, which may have been renewed.
         self._connection = self._make_connection()
+        if isinstance(self._connection, Connection):
+            await self._lookups.wait_for(f"{self._connection.host}:{self._connection.port}")
         try:
             await self._connection.connect()  # type: ignore[no-untyped-call]
         except _CLOSED as error:

@@ -284,3 +284,32 @@ def test_a_server_that_closes_connections_at_once_is_unavailable() -> None:
             runner.run(call(listening.getsockname()[1]))
         listening.shutdown(socket.SHUT_RDWR)
         closing.join()
+
+
+def test_a_name_whose_server_hangs_delays_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up once, however often a connection is tried."""
+    released, looked_up = threading.Event(), list[str]()
+    getaddrinfo = socket.getaddrinfo
+
+    def look_up(name: str, port: int, **options: int) -> object:
+        if options.get("flags") or not name.endswith(".hangs"):
+            return getaddrinfo(name, port, **options)
+        looked_up.append(name)
+        released.wait(60)
+        raise socket.gaierror(socket.EAI_AGAIN, "no response")
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+
+    async def call() -> None:
+        connection = Connection.to("redis://redis.hangs:1", timeout_s=0.1)
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable, match="not responded"):
+                await connection.execute("PING")
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(call())
+        assert looked_up == ["redis.hangs"]
+        assert not released.is_set()
+    finally:
+        released.set()
