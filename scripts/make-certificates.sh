@@ -5,10 +5,10 @@
 #
 # DIRECTORY, by default secrets/certificates, gets ca.pem, and NAME.pem and NAME-key.pem for each
 # service and for clients. A service's certificate has the names under which Compose reaches it,
-# localhost, 127.0.0.1, and NAME... . Run it again to renew the certificates: the authority is kept,
-# and running services read the files again; Redis only after a command (docs/tls.md, Renew). Only
-# the owner can enter DIRECTORY; its files are readable for the users of containers. Keep ca-key.pem
-# secret.
+# localhost, 127.0.0.1, ::1, and NAME... (names or IP addresses). Run it again to renew the
+# certificates: the authority is kept, and running services read the files again; Redis only after a
+# command (docs/tls.md, Renew). Only the owner can enter DIRECTORY; its files are readable for the
+# users of containers. Keep ca-key.pem secret.
 set -euo pipefail
 
 if [[ ${1:-} == -* ]]; then
@@ -42,11 +42,18 @@ strict=(
   "authorityKeyIdentifier=keyid"
 )
 
-# make_certificate NAME USAGE DNS_NAME...
+# make_certificate NAME USAGE NAME_OR_ADDRESS...
 make_certificate() {
   local name=$1 usage=$2 names="DNS:localhost,IP:127.0.0.1,IP:::1"
   shift 2
-  for dns_name in "$@"; do names+=",DNS:$dns_name"; done
+  for host in "$@"; do
+    # Clients look for an IP address among those only.
+    if [[ $host == *:* || $host =~ ^[0-9]+(\.[0-9]+){3}$ ]]; then
+      names+=",IP:$host"
+    else
+      names+=",DNS:$host"
+    fi
+  done
   new_key "$name-key.pem.new"
   openssl req -new -key "$name-key.pem.new" -subj "/CN=$name" -out "$name.csr"
   openssl x509 -req -in "$name.csr" -CA ca.pem -CAkey ca-key.pem -CAcreateserial -days "$days" \

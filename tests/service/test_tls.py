@@ -89,6 +89,14 @@ async def test_a_client_verifies_the_server(
         assert "verify failed" in await find_obstacle(address, TLS(stranger / "ca.pem"), "gateway")
 
 
+async def test_a_certificate_may_have_an_ip_address(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path, "10.0.0.5", "fd00::7", "quire.example")
+    async with serving(identity(certificates, "gateway")) as address:
+        for name in ("10.0.0.5", "fd00::7", "quire.example"):
+            assert not await find_obstacle(address, TLS(certificates / "ca.pem"), name)
+        assert "10.0.0.6" in await find_obstacle(address, TLS(certificates / "ca.pem"), "10.0.0.6")
+
+
 async def test_a_server_verifies_its_clients(certificates: Path, tmp_path: Path) -> None:
     stranger = make_certificates(tmp_path / "stranger")
     ca = certificates / "ca.pem"
