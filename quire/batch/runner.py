@@ -25,6 +25,8 @@ from quire.service.tls import TLS
 # Statuses after which the same request can succeed: a limit is reached, or nothing serves it now.
 _TRANSIENT: Final = frozenset({429, 502, 503})
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+# Of a response that is not JSON, in its error.
+_SHOWN_BYTES: Final = 200
 _DUPLICATE: Final = "custom_id: another line has it"
 
 
@@ -84,13 +86,16 @@ class BatchRunner:
             return BatchOutput(request_id, error.custom_id, error=cause)
         try:
             response = await self._respond(request.url, body, request_id)
-        except (httpx2.HTTPError, ValueError) as error:
+        except httpx2.HTTPError as error:
             cause = BatchError("no_response", f"{type(error).__name__}: {error}")
+            return BatchOutput(request_id, request.custom_id, error=cause)
+        except ValueError as error:
+            cause = BatchError("no_response", str(error))
             return BatchOutput(request_id, request.custom_id, error=cause)
         return BatchOutput(request_id, request.custom_id, response=response)
 
     async def _respond(self, url: str, body: bytes, request_id: str) -> BatchResponse:
-        """HTTPError without a response, ValueError if it is not JSON."""
+        """HTTPError without a response, ValueError with its beginning if it is not JSON."""
         failing_since_s: float | None = None
         backoff_s = _FIRST_BACKOFF_S
         while True:
@@ -125,9 +130,13 @@ class BatchRunner:
 
 
 def _parsed(response: httpx2.Response) -> BatchResponse:
-    return BatchResponse(
-        response.status_code, response.headers.get("X-Request-Id"), response.json()
-    )
+    """ValueError with the response's beginning if it is not JSON."""
+    try:
+        body = response.json()
+    except ValueError as error:
+        begins = response.content[:_SHOWN_BYTES].decode(errors="replace").strip()
+        raise ValueError(f"status {response.status_code}, and no JSON: {begins!r}") from error
+    return BatchResponse(response.status_code, response.headers.get("X-Request-Id"), body)
 
 
 def _retry_after_s(response: httpx2.Response | None) -> float:

@@ -114,6 +114,7 @@ def test_a_response_that_is_not_json_is_an_error(run_batch):
     status, [output], _ = run_batch(request("a", "text"))
     assert status == 1
     assert output["error"]["code"] == "no_response"
+    assert output["error"]["message"] == "status 200, and no JSON: '<html>'"
 
 
 @pytest.mark.parametrize("prompt", ["full", "drop"])
