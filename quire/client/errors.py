@@ -109,6 +109,15 @@ _FINAL_FAILURES: Mapping[str, str] = {
     _NO_ALPN: "a server of HTTP/1, and none of gRPC,",
 }
 _HTTP_1_HINT = "; use the address for gRPC, by default port 50051, not that of the HTTP API"
+_AUTHORITY_HINT = "; name the file of its authority: --tls-ca, or TLS(ca=...) in Python"
+# What to do, by what gRPC says.
+_HINTS: Mapping[str, str] = {
+    "unable to get local issuer certificate": _AUTHORITY_HINT,
+    "self signed certificate": _AUTHORITY_HINT,
+    _HTTP_1: _HTTP_1_HINT,
+    _NO_ALPN: _HTTP_1_HINT,
+    "Socket closed)": "; a server with TLS closes connections without it or without a certificate",
+}
 
 # What gRPC's core says of a message that it refuses, on either side.
 _TOO_LARGE = re.compile(
@@ -153,10 +162,7 @@ def from_status(call: grpc.Call, target: str) -> QuireError:
         resumable = mark is None
         what = "no server responds" if mark is None else _FINAL_FAILURES[mark]
         message = f"{what} at {target} ({message})"
-        if mark in (_HTTP_1, _NO_ALPN):
-            message += _HTTP_1_HINT
-        if message.endswith("Socket closed)"):
-            message += "; a server with TLS closes connections without it or without a certificate"
+        message += next((hint for said, hint in _HINTS.items() if said in message), "")
     if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None:
         message = _size_message(message)
     return _CLASSES.get(call.code(), QuireError)(

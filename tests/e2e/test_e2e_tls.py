@@ -265,11 +265,17 @@ def test_the_command_line_connects_with_tls(services: Services) -> None:
 def test_an_untrusted_certificate_is_not_retried(services: Services) -> None:
     folder = services.certificates
     pair = (folder / "client.pem", folder / "client-key.pem")
-    for tls, message in (
-        (TLS(None, *pair), "no trusted certificate at "),
-        (TLS(folder / "ca.pem", *pair, server_name="other"), "no certificate for this name at "),
+    authority = "; name the file of its authority: --tls-ca, or TLS(ca=...) in Python"
+    for tls, message, hint in (
+        (TLS(None, *pair), "no trusted certificate at ", authority),
+        (
+            TLS(folder / "ca.pem", *pair, server_name="other"),
+            "no certificate for this name at ",
+            "",
+        ),
     ):
         with Client(services.gateway, tls=tls) as client, pytest.raises(QuireError) as refused:
             client.generate([1], SHORT)
         assert str(refused.value).startswith(f"UNAVAILABLE: {message}{services.gateway}")
+        assert str(refused.value).endswith(f"){hint}")
         assert not refused.value.resumable
