@@ -198,7 +198,8 @@ class LocalStack:
                     if error.errno == errno.EADDRINUSE and port in uses:
                         both = f"{uses[port]} and {use} need different ports"
                         raise LaunchError(f"cannot listen on {address} twice: {both}") from error
-                    raise LaunchError(f"the {service} {error.strerror}") from error
+                    hint = _hint(use) if error.errno == errno.EADDRINUSE else ""
+                    raise LaunchError(f"the {service} {error.strerror}{hint}") from error
                 except ValueError:
                     """The service itself reports an invalid address, with its setting."""
                 uses[port] = use
@@ -270,3 +271,9 @@ class LocalStack:
     def _check_running(self) -> None:
         if not self._is_running:
             raise LaunchError("the stack is not running")
+
+
+def _hint(use: str) -> str:
+    """What to do if the address of this use is taken, for those that `quire serve` has flags of."""
+    flag = {"gRPC": "--port", "HTTP": "--http-port"}.get(use)
+    return f"; choose another port with {flag}" if flag else ""

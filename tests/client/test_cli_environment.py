@@ -64,13 +64,16 @@ def test_a_port_in_use_is_one_line_and_nothing_is_started(tmp_path, monkeypatch)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        for flags in (("--port", port, "--http-port", "0"), ("--port", "0", "--http-port", port)):
+        for flag, flags in (
+            ("--port", ("--port", port, "--http-port", "0")),
+            ("--http-port", ("--port", "0", "--http-port", port)),
+        ):
             result = quire("serve", str(tmp_path), *flags)
             assert result.exit_code == 1
             starting, error = result.stderr.splitlines()
             assert starting.startswith("Starting ")
             message = f"the gateway cannot listen on 127.0.0.1:{port}: Address already in use"
-            assert error == f"quire: {message}"
+            assert error == f"quire: {message}; choose another port with {flag}"
     taken = f"127.0.0.1:{port}"
     for flags, uses in (
         (("--port", port, "--http-port", port), "gRPC and HTTP"),
