@@ -139,8 +139,11 @@ async def test_waiting_requests_move_and_end_elsewhere(shards: TwoShards) -> Non
     await until(lambda: first.received[last].failure is not None, "the refusal")
     assert info_of(first.received[last].failure).metadata["shard"] == "1"
     shards.workers[0].gate.set()
-    stayed = [x for x in first.received.values() if x not in moved and x.failure is None]
-    await until(lambda: all(x.is_ended for x in stayed), "the ends")
+    others = [x for x in first.received.values() if x not in moved]
+    await until(lambda: all(x.is_ended for x in others), "the ends")
+    # Two had rows. Those that waited for these may have moved, too.
+    stayed = [x for x in others if x.failure is None]
+    assert len(stayed) >= 2
     assert all(x.is_whole for x in stayed)
 
 

@@ -149,6 +149,7 @@ async def test_a_request_that_gets_a_row_while_others_are_given_stays(cluster: C
             group.sequences[0].lane_incarnation = 1
 
     cluster.stores[1].when_given = start_last
+    await cluster.run_until_given(1)
     await cluster.run_for(0.1)
     assert cluster.given == ["x"]
     assert [key.request_id for key in cluster.engine.live] == ["y"]
