@@ -144,11 +144,14 @@ def test_a_file_above_the_limit_is_not_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is evicted for a file that the disk does not hold then either."""
+    CacheFolder(tmp_path, _LARGE).write("other", writer())
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: _Usage(10**12, 10**12, 10**9))
     with capture_logs() as logs:
         assert not CacheFolder(tmp_path, _LARGE).write("key", writer())
     assert [line["event"] for line in logs] == ["packed weights are not cached"]
     assert "the disk has" in logs[0]["reason"]
+    assert [path.stem for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_a_disk_that_gets_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

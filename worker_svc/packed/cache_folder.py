@@ -70,6 +70,8 @@ class CacheFolder:
         self._remove_abandoned()
         files = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
         total = sum(found.st_size for _, found in files)
+        if not self._fits_disk(num_bytes, total):
+            return False
         for path, found in files:
             free = shutil.disk_usage(self._folder).free
             if total + num_bytes <= self._max_bytes and num_bytes + _SPARE_BYTES <= free:
@@ -78,9 +80,14 @@ class CacheFolder:
             path.unlink(missing_ok=True)
             total -= found.st_size
             log.info("packed weights evicted", file=path.name, bytes=size_text(found.st_size))
-        free = shutil.disk_usage(self._folder).free
-        if num_bytes + _SPARE_BYTES > free:
-            reason = f"the disk has {size_text(free)} left"
+        # The disk keeps what processes have mapped.
+        return self._fits_disk(num_bytes, 0)
+
+    def _fits_disk(self, num_bytes: int, num_evictable: int) -> bool:
+        """Whether the disk has room once so many bytes are evicted; a line in the log if not."""
+        room = shutil.disk_usage(self._folder).free + num_evictable
+        if num_bytes + _SPARE_BYTES > room:
+            reason = f"the disk has room for {size_text(room)}, other packed weights included"
             self._log_refusal(bytes=size_text(num_bytes), reason=reason)
             return False
         return True
