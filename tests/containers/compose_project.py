@@ -48,7 +48,7 @@ _SETTINGS = {
 }
 
 
-def run(*command: str, env: dict[str, str] | None = None, timeout_s: float = 600) -> str:
+def run(*command: str, env: dict[str, str] | None = None, timeout_s: float = 1200) -> str:
     """Return the output of a command; AssertionError with all output if it fails."""
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s

@@ -17,7 +17,7 @@ from quire.client.errors import QuireError
 from quire.client.outputs import RequestOutput
 from quire.client.sampling_params import SamplingParams
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 BRING_UP_S = 120
 SERVICES = ("redis", "scheduler", "scheduler-2", "worker", "gateway", "gateway-2")

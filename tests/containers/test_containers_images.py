@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from compose_project import ROOT, docker
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 SERVICES = ("gateway", "scheduler", "worker")
 LARGEST_ADDITION = 150_000_000

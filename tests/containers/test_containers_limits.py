@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from compose_project import PASSWORD, ComposeProject, docker
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 LIMITS = {"REDIS_MEMORY": "256m", "REDIS_MAXMEMORY": "64mb", "GATEWAY_CPUS": "0.5"}
 

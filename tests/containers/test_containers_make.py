@@ -16,7 +16,7 @@ from quire.client.client import Client
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 # The first request of `make demo`.
 PROMPT = "Return a list of"

@@ -10,7 +10,7 @@ from container_waiting import until
 from quire.client.async_client import AsyncClient
 from quire.client.sampling_params import SamplingParams
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 JOINED_S = 2.0
 # A lane's first step may have no rows.

@@ -15,7 +15,7 @@ from quire.client.health_probe import is_serving
 from quire.client.sampling_params import SamplingParams
 from quire.service.tls import TLS
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1500)]
 
 BRING_UP_S = 120
 
