@@ -13,7 +13,17 @@ INTERNAL_ERROR: Final = HttpError(
 )
 _MESSAGES: Final = "/v1/messages"
 # Anthropic's types of errors, where they differ from the others.
-_TYPES: Final = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+_TYPES: Final = {
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# By field and code, what clients act on: their tool runners ask for a conversation that the server
+# keeps, and continue without one.
+_DETAILS: Final = {
+    ("thread", "unsupported_field"): {"error_code": "thread_unsupported_request"},
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,10 @@ def _anthropic_error(error: HttpError) -> dict[str, Any]:
     inner = error.body["error"]
     kind = "api_error" if inner["type"] == "server_error" else inner["type"]
     kind = _TYPES.get(error.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": inner["message"]}}
+    body = {"type": kind, "message": inner["message"]}
+    if (details := _DETAILS.get((inner["param"], inner["code"]))) is not None:
+        body["details"] = details
+    return {"type": "error", "error": body}
 
 
 OPENAI: Final = Dialect(lambda error: error.body, None, True, ("x-request-id",))

@@ -110,7 +110,7 @@ class _Blocks:
         for piece in pieces:
             match piece:
                 case Content(text):
-                    yield from self._continue({"type": "text", "text": "", "citations": None})
+                    yield from self._continue({"type": "text", "text": ""})
                     yield self._delta("text_delta", "text", text)
                 case Reasoning(text):
                     yield from self._continue({"type": "thinking", "thinking": "", "signature": ""})
