@@ -1,6 +1,7 @@
 """`/v1/messages` over HTTP, with Anthropic's official client."""
 
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.service.api_keys import hash_key
 
 PATH = "/v1/messages"
 USER: dict[str, Any] = {"role": "user", "content": "a"}
+DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(64), {})
 BODY: dict[str, Any] = {"max_tokens": 3, "messages": [USER]}
 STOP = scheduler_pb2.END_REASON_STOP_TOKEN
 TOOLS: list[dict[str, Any]] = [
@@ -40,6 +42,12 @@ TOOLS: list[dict[str, Any]] = [
 def tools(http: Http, monkeypatch: pytest.MonkeyPatch) -> Http:
     tools_model.use(http.stack, monkeypatch)
     return http
+
+
+def _calls(number: int, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    call = {"type": "tool_use", "name": "f", "input": arguments or {}}
+    content = [{**call, "id": f"{at}"} for at in range(number)]
+    return {"role": "assistant", "content": content}
 
 
 def prompt_of(stack: Stack, sent: scheduler_pb2.Submission) -> str:
@@ -390,6 +398,11 @@ async def test_tokens_are_counted(tools: Http) -> None:
             },
             "messages: ends with a message of the assistant that has tool_use without its result; "
             "add a message of the user",
+        ),
+        ({"messages": [*[USER] * 2, _calls(1, DEEP)]}, "messages[2].content[0].input: is nested"),
+        (
+            {"messages": [USER, USER, _calls(100), _calls(29)]},
+            "messages[3].content: has more than 128 blocks of tool_use",
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: must be 'custom'"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema: is required"),

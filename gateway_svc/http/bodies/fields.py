@@ -26,17 +26,23 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
-def check_depth(value: Any) -> Any:
-    """The value of a field, unless it is nested so deeply that it could not be written as JSON."""
-    level = [value]
-    for _ in range(_MAX_JSON_DEPTH):
-        level = _inner(level)
-        if not level:
-            return value
-    message = "is nested in more than {levels} levels"
-    raise PydanticCustomError("too_deep", message, {"levels": _MAX_JSON_DEPTH})
+def at_most_deep(levels: int) -> Callable[[Any], Any]:
+    """A check that a field's value is not nested in more levels."""
+
+    def check(value: Any) -> Any:
+        level = [value]
+        for _ in range(levels):
+            level = _inner(level)
+            if not level:
+                return value
+        message = "is nested in more than {levels} levels"
+        raise PydanticCustomError("too_deep", message, {"levels": levels})
+
+    return check
 
 
+# Deeper values could not be written as JSON.
+check_depth = at_most_deep(_MAX_JSON_DEPTH)
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_depth)]
 # What a client knows about caching and speed. It changes nothing: every prefix is cached.
 Hint = dict[str, Any]

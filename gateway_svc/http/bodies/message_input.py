@@ -4,18 +4,20 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES
-from gateway_svc.http.bodies.fields import Hint, HttpRequest, JsonObject, unsupported
+from gateway_svc.http.bodies.fields import Hint, HttpRequest, at_most_deep, unsupported
+from gateway_svc.http.bodies.tools import MAX_CALLS
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
 _MAX_ID = 256
 _BILLING = "x-anthropic-billing-header:"
 Identifier = Annotated[str, Field(max_length=_MAX_ID)]
-# As `conversation_checks` has it, where the index of a message is no longer the client's.
+# As `conversation_checks` has them, where the index of a message is no longer the client's.
 _ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_Input = Annotated[dict[str, Any], AfterValidator(at_most_deep(64))]
 
 
 class TextBlock(HttpRequest):
@@ -35,7 +37,7 @@ class ToolUseBlock(HttpRequest):
     type: Literal["tool_use"]
     id: Identifier
     name: _ToolName
-    input: JsonObject
+    input: _Input
     cache_control: Hint | None = None
     # Of calls that the model makes itself, as all are.
     caller: unsupported({"type": "direct"}) = None  # type: ignore[valid-type]
@@ -115,6 +117,12 @@ def messages_of(messages: Sequence[InputMessage]) -> list[conversation_pb2.Messa
                 _append(result[-1], converted)
             else:
                 result.append(converted)
+        if len(result[-1].tool_calls) > MAX_CALLS:
+            raise invalid(
+                f"messages[{at}].content",
+                "TOO_MANY_CALLS",
+                f"has more than {MAX_CALLS} blocks of tool_use, with those of the messages before",
+            )
     return result
 
 
