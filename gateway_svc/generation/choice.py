@@ -32,7 +32,7 @@ class ChoiceEnd:
     num_cached_prompt_tokens: int
     stop_string: str | None = None
     stop_token_id: int | None = None
-    # The output has calls of tools.
+    # The output has calls of tools, and a stop string has cut none of them.
     has_calls: bool = False
     # It ended with a call, where several are not wanted.
     by_call: bool = False

@@ -60,6 +60,8 @@ class ChoiceParser:
         self.received: list[ParsedPiece] = []
         self._parser = parser
         self._omits_reasoning = omits_reasoning
+        # Whether the last call is not complete.
+        self._has_open_call = False
         self._new: list[ParsedPiece] = []
         # The last tokens, if they are part of no piece: they may be a marker of reasoning.
         self._num_pending = 0
@@ -82,10 +84,10 @@ class ChoiceParser:
         return self._is_single and self._parser.has_calls
 
     def end(self, text: str, num_tokens: int) -> bool:
-        """Add the rest of the text; whether it has calls."""
+        """Add the rest of the text; whether it has calls, and all are complete."""
         self._add(self._parser.push(text), num_tokens, True)
         self._add(self._parser.flush(), num_tokens, True)
-        return self._parser.has_calls
+        return self._parser.has_calls and not self._has_open_call
 
     def take(self) -> ParsedOutput:
         """Return what is new since the last call."""
@@ -99,6 +101,9 @@ class ChoiceParser:
         )
 
     def _add(self, pieces: Sequence[Piece], num_tokens: int, is_new: bool) -> None:
+        for piece in pieces:
+            if isinstance(piece, CallStart | CallEnd):
+                self._has_open_call = isinstance(piece, CallStart)
         target = self._new if is_new else self.received
         target += [
             ParsedPiece(num_tokens, piece)

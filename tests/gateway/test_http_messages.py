@@ -274,6 +274,19 @@ async def test_a_call_that_the_limit_has_cut_has_the_arguments_until_then(tools:
     assert message["content"][-1]["input"] == {"city": "Be"}
 
 
+async def test_a_call_that_a_stop_sequence_has_cut_is_not_for_running(tools: Http) -> None:
+    demanded = {
+        "tools": TOOLS,
+        "tool_choice": {"type": "any"},
+        "stop_sequences": ['arguments": {}'],
+    }
+    sending = tools.start(PATH, {**BODY, **demanded})
+    await write(tools, CALLS)
+    message = (await sending).json()
+    assert [block["name"] for block in message["content"]] == ["weather", "now"]
+    assert message["stop_reason"] == "stop_sequence"
+
+
 async def test_an_empty_output_has_no_blocks(http: Http) -> None:
     sending = http.start(PATH, BODY)
     await write(http, "")
@@ -340,17 +353,25 @@ async def test_a_call_can_be_demanded(tools: Http, choice: dict[str, Any]) -> No
     sending.cancel()
 
 
-async def test_a_format_of_the_output(http: Http) -> None:
+@pytest.mark.parametrize("field", ["output_config.format", "output_format"])
+async def test_a_format_of_the_output(http: Http, field: str) -> None:
+    def body(form: dict[str, Any]) -> dict[str, Any]:
+        if field == "output_format":
+            return {**BODY, "output_format": form}
+        return {**BODY, "output_config": {"format": form}}
+
     schema = {"type": "object", "properties": {"name": {"type": "string"}}}
     form = {"type": "json_schema", "schema": schema}
-    sending = http.start(PATH, {**BODY, "output_config": {"format": form}})
+    sending = http.start(PATH, body(form))
     sent = await http.submission()
     assert b"name" in sent.params.logits_params
     sending.cancel()
-    bad = {"format": {"type": "json_schema", "schema": {"type": "thing"}}}
-    status, error = await http.error(PATH, {**BODY, "output_config": bad})
+    status, error = await http.error(PATH, body({**form, "schema": {"type": "thing"}}))
     assert (status, error["type"]) == (400, "invalid_request_error")
-    assert error["message"].startswith("output_config.format.schema")
+    assert error["message"].startswith(f"{field}.schema")
+    both = {**body(form), "output_format": form, "output_config": {"format": form}}
+    status, error = await http.error(PATH, both)
+    assert (status, error["message"][:14]) == (400, "output_format:")
 
 
 async def test_tokens_are_counted(tools: Http) -> None:

@@ -115,6 +115,8 @@ class CountTokensRequest(HttpRequest):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    # An older place of `output_config.format`.
+    output_format: JsonFormat | None = None
     # Where a prefix to cache ends, labels, and tiers, which change nothing: every prefix is cached,
     # and all requests are served alike.
     cache_control: Hint | None = None
@@ -189,6 +191,11 @@ class MessageRequest(CountTokensRequest, LogitsFields):
     fallbacks: unsupported([]) = None  # type: ignore[valid-type]
     thread: unsupported() = None  # type: ignore[valid-type]
 
+    @property
+    def format_field(self) -> str:
+        """The field that has the format, if there is one."""
+        return "output_config" if self.output_format is None else "output_format"
+
     def message(self, request_id: str) -> GenerationMessage:
         params = inference_pb2.SamplingParams(
             temperature=self.temperature,
@@ -199,10 +206,9 @@ class MessageRequest(CountTokensRequest, LogitsFields):
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
         )
-        form = None if self.output_config is None else self.output_config.format
-        if form is not None:
+        if (form := self._format()) is not None:
             params.structured_output.CopyFrom(
-                of_schema("output_config.format.schema", form.schema_)
+                of_schema(f"{self.format_field}.schema", form.schema_)
             )
         self.fill_logits_params(params)
         return message_type(bool(self.stream))(
@@ -214,6 +220,14 @@ class MessageRequest(CountTokensRequest, LogitsFields):
             priority=self.priority,
             resume_window_s=self.resume_window_s,
         )
+
+    def _format(self) -> JsonFormat | None:
+        form = None if self.output_config is None else self.output_config.format
+        if form is not None and self.output_format is not None:
+            raise invalid(
+                "output_format", "TWO_FORMATS", "is set together with output_config.format"
+            )
+        return form or self.output_format
 
 
 def _is_continued(last: conversation_pb2.Message) -> bool:

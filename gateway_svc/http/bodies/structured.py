@@ -35,6 +35,7 @@ OUTPUT_CONFIG_NAMES = {
     _FIELD: "output_config.format",
     f"{_FIELD}.json_schema": "output_config.format.schema",
 }
+OUTPUT_FORMAT_NAMES = {_FIELD: "output_format", f"{_FIELD}.json_schema": "output_format.schema"}
 # By the field of the body.
 FORMAT_NAMES = {
     "response_format": RESPONSE_FORMAT_NAMES,
@@ -42,6 +43,7 @@ FORMAT_NAMES = {
     "structured_outputs": STRUCTURED_OUTPUTS_NAMES,
     "text": TEXT_FORMAT_NAMES,
     "output_config": OUTPUT_CONFIG_NAMES,
+    "output_format": OUTPUT_FORMAT_NAMES,
 }
 
 

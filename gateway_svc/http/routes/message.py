@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 from gateway_svc.generation.tokenization import TokenizationService
 from gateway_svc.http.bodies.message import CountTokensRequest, MessageRequest
-from gateway_svc.http.bodies.structured import OUTPUT_CONFIG_NAMES
+from gateway_svc.http.bodies.structured import FORMAT_NAMES, OUTPUT_CONFIG_NAMES
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.dialects import ANTHROPIC
 from gateway_svc.http.event_id import EventId
@@ -64,7 +64,7 @@ class MessageRoutes:
             format=gateway_pb2.FORMAT_MESSAGE,
             created=int(time.time()),
             num_prompts=1,
-            format_field="output_config",
+            format_field=body.format_field,
         )
         has_client_id = self._context.has_request_id(request)
 
@@ -75,7 +75,8 @@ class MessageRoutes:
             else:
                 await write_object(updates, self._make_format, writer)
 
-        return GenerationResponse(request_id, run, NAMES, ANTHROPIC)
+        names = {**NAMES, **FORMAT_NAMES[body.format_field]}
+        return GenerationResponse(request_id, run, names, ANTHROPIC)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt."""
