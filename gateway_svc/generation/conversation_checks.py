@@ -21,7 +21,7 @@ MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_FIELDS = 64
 # Of values within JSON: Python's parser would fail far beyond.
 _MAX_DEPTH = 64
-_A_NAME = "1 to 64 letters, digits, `_`, `-` and `.` are allowed"
+_A_NAME = "1 to 128 letters, digits, `_`, `-` and `.` are allowed"
 
 
 def check_messages(conversation: conversation_pb2.Conversation) -> None:

@@ -9,8 +9,9 @@ from gateway_svc.output_formats import json_text
 from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, Piece
 from gateway_svc.output_formats.reader import Reader, Step
 
-# Of a tool, and so of a call: clients send calls back.
-TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Of a tool, and so of a call: clients send calls back. As long as in Anthropic's API: names that
+# agents give to tools of MCP servers begin with the server's.
+TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,7 @@ async def test_messages_are_rendered_with_their_calls(tools: Stack) -> None:
     ("change", "field", "reason"),
     [
         ({"tools": [Tool(name="a b")]}, "tools[0].name", "TOOL_NAME"),
+        ({"tools": [Tool(name="n" * 129)]}, "tools[0].name", "TOOL_NAME"),
         ({"tools": [Tool(name="a"), Tool(name="a")]}, "tools[1].name", "DUPLICATE_TOOL"),
         ({"tools": [Tool(name="a", parameters="[1]")]}, "tools[0].parameters", "NO_OBJECT"),
         ({"tools": [Tool(name="a", parameters="{")]}, "tools[0].parameters", "NOT_JSON"),

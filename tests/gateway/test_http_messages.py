@@ -309,6 +309,26 @@ async def test_adjacent_messages_of_a_role_are_one(tools: Http) -> None:
     assert rendered.count("<|assistant|>") == 2
 
 
+async def test_a_system_message_at_the_beginning_continues_the_system_prompt(tools: Http) -> None:
+    messages = [{"role": "system", "content": "T"}, USER]
+    rendered = await prompt(tools, system="S", messages=messages)
+    assert "<|system|>S\nT" in rendered
+    assert rendered.count("<|system|>") == 1
+
+
+async def test_names_of_tools_may_be_as_long_as_in_anthropics_api(tools: Http) -> None:
+    name = "mcp__" + "n" * 123
+    call = {"type": "tool_use", "id": "c", "name": name, "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c"}
+    messages = [
+        USER,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    tool = {"name": name, "input_schema": {"type": "object"}}
+    assert (await prompt(tools, messages=messages, tools=[tool])).count(name) == 2
+
+
 async def test_the_assistants_last_message_is_continued(tools: Http) -> None:
     rendered = await prompt(tools, messages=[USER, {"role": "assistant", "content": "So ("}])
     assert rendered.endswith("<|assistant|>So (")
@@ -516,6 +536,7 @@ async def test_what_a_client_states_for_its_bill_is_not_part_of_the_prompt(tools
     rendered = await prompt(tools, system=[billing, {"type": "text", "text": "S"}])
     assert "<|system|>S" in rendered
     assert "billing" not in rendered
+    assert "system" not in await prompt(tools, system=[billing])
     # Of the one that Claude Code asks for, nothing is to be done.
     edit: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
     assert await prompt(tools, context_management={"edits": [edit]})

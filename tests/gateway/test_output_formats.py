@@ -250,7 +250,7 @@ def test_a_call_that_could_not_be_sent_back_is_text(tool_format: str, form: str)
     for name, arguments in [
         ("", "{}"),
         ("the weather", "{}"),
-        ("n" * 65, "{}"),
+        ("n" * 129, "{}"),
         ("\\ud800", "{}"),
         ("now", '{"a": "\\ud800"}'),
         ("now", '{"a": 1e999}'),

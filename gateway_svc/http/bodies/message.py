@@ -16,7 +16,7 @@ from gateway_svc.http.bodies.fields import (
 )
 from gateway_svc.http.bodies.fields import Texts as StopTexts
 from gateway_svc.http.bodies.logits_fields import LogitsFields
-from gateway_svc.http.bodies.message_input import InputMessage, Texts, messages_of, system_text
+from gateway_svc.http.bodies.message_input import InputMessage, Texts, messages_of
 from gateway_svc.http.bodies.structured import JsonSchema, of_schema
 from gateway_svc.http.bodies.tools import (
     MAX_TOOLS,
@@ -135,10 +135,7 @@ class CountTokensRequest(HttpRequest):
         return tokenizer_pb2.TokenizeRequest(model=self.model, conversation=self.conversation())
 
     def conversation(self) -> conversation_pb2.Conversation:
-        messages = messages_of(self.messages)
-        if self.system is not None:
-            text = system_text(self.system)
-            messages.insert(0, conversation_pb2.Message(role="system", content=text))
+        messages = messages_of(self.messages, self.system)
         return conversation(
             messages,
             None,

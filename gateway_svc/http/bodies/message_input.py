@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from gateway_svc.http.bodies.chat import MAX_MESSAGES
 from gateway_svc.http.bodies.fields import Hint, HttpRequest, at_most_deep, unsupported
 from gateway_svc.http.bodies.tools import MAX_CALLS
+from gateway_svc.output_formats.calls import TOOL_NAME
 from quire.service.errors import invalid
 from quire.v1 import conversation_pb2
 
@@ -16,7 +17,7 @@ _MAX_ID = 256
 _BILLING = "x-anthropic-billing-header:"
 Identifier = Annotated[str, Field(max_length=_MAX_ID)]
 # As `conversation_checks` has them, where the index of a message is no longer the client's.
-_ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 _Input = Annotated[dict[str, Any], AfterValidator(at_most_deep(64))]
 
 
@@ -97,19 +98,24 @@ def text_of(texts: Texts | None) -> str:
     return "\n".join(block.text for block in texts)
 
 
-def system_text(system: Texts) -> str:
-    """The text of a system prompt, without what a client states for its bill: it differs between
-    conversations, whose prefixes would not be found in the cache."""
-    if isinstance(system, str):
-        return system
-    return text_of([block for block in system if not block.text.startswith(_BILLING)])
+def _system(system: Texts | None) -> list[conversation_pb2.Message]:
+    """A system prompt without what a client states for its bill: it differs between conversations,
+    whose prefixes would not be found in the cache. Empty if nothing else is there."""
+    if isinstance(system, list):
+        system = [block for block in system if not block.text.startswith(_BILLING)]
+    if system is None or system == []:
+        return []
+    return [conversation_pb2.Message(role="system", content=text_of(system))]
 
 
-def messages_of(messages: Sequence[InputMessage]) -> list[conversation_pb2.Message]:
-    """Results of calls become messages of the role `tool`, calls and reasoning parts of the
-    assistant's message. Adjacent messages of one role become one, as in Anthropic's API: many
-    templates refuse them. RequestError for a block that the role does not have."""
-    result: list[conversation_pb2.Message] = []
+def messages_of(
+    messages: Sequence[InputMessage], system: Texts | None
+) -> list[conversation_pb2.Message]:
+    """The system prompt and the messages. Results of calls become messages of the role `tool`,
+    calls and reasoning parts of the assistant's message. Adjacent messages of one role become one,
+    as in Anthropic's API: many templates refuse them. RequestError for a block that the role does
+    not have."""
+    result = _system(system)
     for at, message in enumerate(messages):
         _check_blocks(f"messages[{at}]", message)
         for converted in _converted(message):
