@@ -274,6 +274,14 @@ async def test_a_call_that_the_limit_has_cut_has_the_arguments_until_then(tools:
     assert message["content"][-1]["input"] == {"city": "Be"}
 
 
+async def test_arguments_may_have_integers_of_any_size(tools: Http) -> None:
+    arguments = '{"city": 123456789012345678901234567890, "far": 1e400, "name": "\u00e9"}'
+    sending = tools.start(PATH, {**BODY, "tools": TOOLS, "tool_choice": {"type": "any"}})
+    await write(tools, CALLS.replace(ARGUMENTS, arguments))
+    [call, _] = (await sending).json()["content"]
+    assert call["input"] == {"city": 123456789012345678901234567890, "far": None, "name": "\u00e9"}
+
+
 async def test_a_call_that_a_stop_sequence_has_cut_is_not_for_running(tools: Http) -> None:
     demanded = {
         "tools": TOOLS,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 import pydantic_core
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
@@ -168,14 +169,16 @@ def _event(name: str, **fields: Any) -> ServerEvent:
     return ServerEvent({"type": name, **fields}, name)
 
 
-def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call. Of those that a limit has cut, what is there; of text that is no
-    JSON object, which no grammar has held to one, nothing."""
+def _input(text: str) -> orjson.Fragment:
+    """The arguments of a call, as JSON: orjson writes no integers of more than 64 bits. Of those
+    that a limit has cut, what is there; of text that is no JSON object, which no grammar has held
+    to one, nothing. Numbers beyond a double's range are null."""
     try:
         value = pydantic_core.from_json(text, allow_partial="trailing-strings")
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = {}
+    found = value if isinstance(value, dict) else {}
+    return orjson.Fragment(pydantic_core.to_json(found, inf_nan_mode="null"))
 
 
 def _stop(end: ChoiceEnd | None) -> dict[str, Any]:
