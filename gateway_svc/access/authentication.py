@@ -66,9 +66,9 @@ class Authentication:
 
 def authorization(headers: Mapping[str, str]) -> str | None:
     """The value of the header `authorization` of an HTTP request. Clients of Anthropic's API send
-    the key alone, as `x-api-key`."""
+    the key alone, as `x-api-key`; the header may be for a proxy then."""
     found = headers.get(HEADER)
-    if found is None and (key := headers.get(_KEY_HEADER)) is not None:
+    if not _key_of(found) and (key := headers.get(_KEY_HEADER)) is not None:
         return header_value(key)
     return found
 

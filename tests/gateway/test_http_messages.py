@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import anthropic
@@ -23,9 +24,11 @@ from quire.internal.v1 import scheduler_pb2
 from quire.service.api_keys import hash_key
 
 PATH = "/v1/messages"
+COUNT = f"{PATH}/count_tokens"
 USER: dict[str, Any] = {"role": "user", "content": "a"}
 DEEP: dict[str, Any] = functools.reduce(lambda inner, _: {"a": inner}, range(64), {})
 BODY: dict[str, Any] = {"max_tokens": 3, "messages": [USER]}
+COUNTED: dict[str, Any] = {"messages": [USER]}
 STOP = scheduler_pb2.END_REASON_STOP_TOKEN
 TOOLS: list[dict[str, Any]] = [
     {
@@ -472,6 +475,68 @@ async def test_errors_name_the_field(http: Http, change: dict[str, Any], message
     assert error["error"]["type"] == kind
 
 
+# A value in every field that counts.
+WHOLE: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "a", "signature": "b"},
+                {"type": "redacted_thinking", "data": "a"},
+                {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "a",
+                    "content": [{"type": "text", "text": "a"}],
+                    "is_error": False,
+                }
+            ],
+        },
+    ],
+    "system": [{"type": "text", "text": "a"}],
+    "tools": [{"type": "custom", "name": "f", "description": "a", "input_schema": {}}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+    "chat_template_kwargs": {"a": 1},
+    "mcp_servers": [],
+}
+WRONG: list[Any] = [None, True, -1, 1.5, 10**30, "x", "\0", [], [None], {}, {"type": "x"}, {"": []}]
+
+
+def _replaced(value: Any) -> Iterator[Any]:
+    """Wrong values, and the value with each of its parts replaced by each of them."""
+    yield from WRONG
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in parts:
+        for other in _replaced(part):
+            changed = value.copy()
+            changed[key] = other
+            yield changed
+
+
+async def test_any_wrong_value_is_refused_with_its_field(tools: Http) -> None:
+    num_refused = 0
+    for field, value in WHOLE.items():
+        for wrong in _replaced(value):
+            response = await tools.client.post(COUNT, json={**WHOLE, field: wrong})
+            assert response.status_code in (200, 400), (field, wrong)
+            if response.status_code == 400:
+                num_refused += 1
+                error = response.json()
+                assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+                assert error["error"]["message"].startswith(field), (field, wrong)
+    assert num_refused > 300
+
+
 async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
     async with client_of(http) as client:
 
@@ -501,6 +566,11 @@ async def test_clients_present_their_key_as_anthropics(http: Http) -> None:
         creating = client.messages.create(model="tiny", max_tokens=3, messages=[USER])  # type: ignore[list-item]
         _, message = await asyncio.gather(write(http, "ok"), creating)
     assert message.content[0].text == "ok"
+    for other in ("Basic dTpw", ""):
+        headers = {"x-api-key": "k", "authorization": other}
+        assert (await http.client.post(COUNT, json=COUNTED, headers=headers)).status_code == 200
+    headers = {"x-api-key": "k", "authorization": "Bearer other"}
+    assert (await http.client.post(COUNT, json=COUNTED, headers=headers)).status_code == 401
     async with client_of(http, "other") as client:
         with pytest.raises(anthropic.AuthenticationError, match="unknown"):
             await client.messages.create(model="tiny", max_tokens=3, messages=[USER])  # type: ignore[list-item]
