@@ -186,7 +186,7 @@ gpu-packages: $(INSTALLED) ## Download packages for a machine with a GPU and no 
 	  $(BIN)/python scripts/requirements.py bench; \
 	  $(BIN)/python scripts/requirements.py tracing; \
 	  $(BIN)/python scripts/requirements.py gateway | grep -E '^(fastapi|httptools|llguidance|orjson|uvicorn)'; \
-	  $(BIN)/python scripts/requirements.py dev | grep -E '^(grpcio-tools|jsonschema|lark|mypy-protobuf|openai|promql-parser|pytest)'; \
+	  $(BIN)/python scripts/requirements.py dev | grep -E '^(anthropic|grpcio-tools|jsonschema|lark|mypy-protobuf|openai|promql-parser|pytest)'; \
 	} | sort -u >.cache/gpu-requirements.txt
 	$(BIN)/python -m pip download --quiet $(PIP_ARGS) --dest $(GPU_PACKAGES) --only-binary=:all: \
 	  --python-version $(GPU_PYTHON_VERSION) \

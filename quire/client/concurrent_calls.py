@@ -5,7 +5,6 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
 from typing import Generic, TypeAlias, TypeVar
 
 import grpc
@@ -16,6 +15,8 @@ from quire.client.targets import Metadata
 
 # Calls in progress at once: enough to fill a service, few enough for its limits.
 MAX_CALLS = 2048
+# As few as they become by failures.
+_MIN_CALLS = 128
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
 # The classes cannot be subscripted at run time.
@@ -24,7 +25,11 @@ StubMethodFor: TypeAlias = "Callable[[str], grpc.UnaryUnaryMultiCallable[_Reques
 
 
 class ConcurrentCalls(Generic[_Request, _Response]):
-    """Unary calls of one method, each with its retry policy."""
+    """Unary calls of one method, each with its retry policy.
+
+    If calls fail and are retried, there are half as many at once from then on: this process, or the
+    server, may be too slow for so many, so that it does not respond to the pings of the connection.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,12 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         self._retry_policies = retry_policies
         self._metadata = metadata
         self._calls: dict[int, grpc.Future[_Response]] = {}
+        self._max_calls = MAX_CALLS
+        self._num_running = 0
+        # How often the limit was halved, and how often before each call's last attempt: calls that
+        # fail together halve it once.
+        self._num_halvings = 0
+        self._halvings_before: dict[int, int] = {}
         # Indices of ended calls; times and indices of retries.
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._due: list[tuple[float, int]] = []
@@ -60,26 +71,33 @@ class ConcurrentCalls(Generic[_Request, _Response]):
     def run_each(self, on_end: Callable[[int, _Response | QuireError], object]) -> None:
         """Call `on_end` with the index and the response or the final error of each call that ends.
         An exception of `on_end` cancels all other calls."""
-        num_ended = 0
+        num_begun = num_ended = 0
         try:
-            unstarted = iter(range(len(self._requests)))
-            for index in islice(unstarted, MAX_CALLS):
-                self._start(index)
             while num_ended < len(self._requests):
+                while self._has_room and self._due and self._due[0][0] <= time.monotonic():
+                    self._start(heapq.heappop(self._due)[1])
+                # Those that wait for a retry count, too: others would only wait with them.
+                at_most = min(num_ended + self._max_calls, len(self._requests))
+                while self._has_room and num_begun < at_most:
+                    self._start(num_begun)
+                    num_begun += 1
                 with suppress(queue.Empty):
                     index = self._ended.get(timeout=self._next_due_s())
+                    self._num_running -= 1
                     if (result := self._result(index)) is not None:
                         num_ended += 1
                         on_end(index, result)
-                        for following in islice(unstarted, 1):
-                            self._start(following)
-                while self._due and self._due[0][0] <= time.monotonic():
-                    self._start(heapq.heappop(self._due)[1])
         finally:
             for call in self._calls.values():
                 call.cancel()
 
+    @property
+    def _has_room(self) -> bool:
+        return self._num_running < self._max_calls
+
     def _start(self, index: int) -> None:
+        self._num_running += 1
+        self._halvings_before[index] = self._num_halvings
         retry_policy = self._retry_policies[index]
         try:
             timeout = retry_policy.begin_attempt()
@@ -111,8 +129,13 @@ class ConcurrentCalls(Generic[_Request, _Response]):
             delay_s = self._retry_policies[index].backoff_s(error)
         except QuireError as final:
             return final
+        if self._halvings_before[index] == self._num_halvings:
+            self._num_halvings += 1
+            self._max_calls = max(self._max_calls // 2, min(_MIN_CALLS, MAX_CALLS))
         heapq.heappush(self._due, (time.monotonic() + delay_s, index))
         return None
 
     def _next_due_s(self) -> float | None:
-        return max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
+        if not self._due or not self._has_room:
+            return None
+        return max(0.0, self._due[0][0] - time.monotonic())

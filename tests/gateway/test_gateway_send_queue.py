@@ -1,6 +1,7 @@
 """The send queue: batching into frames, their size and their order."""
 
 import asyncio
+from copy import deepcopy
 
 import grpc
 import pytest
@@ -113,13 +114,15 @@ async def test_a_closed_queue_returns_its_frames_and_then_none() -> None:
 @pytest.mark.slow
 async def test_concurrent_large_requests_do_not_end_the_connection(stack: Stack) -> None:
     """More than the message limit at once, while another client's request is live."""
+    num_bytes = FRAME_BYTES // 3
+    count = INTERNAL_MESSAGE_BYTES // num_bytes + 1
+    # Before the call: to make one takes a third of a second on a slow machine.
+    large = submission(0, num_bytes)
     call = stack.inference.Generate(pb.GenerateRequest(text="x"))
     other = await stack.scheduler.submissions.get()
     requests = stack.gateway.scheduler.requests
-    num_bytes = FRAME_BYTES // 3
-    count = INTERNAL_MESSAGE_BYTES // num_bytes + 1
     state = gateway_pb2.ResumeState(num_choices=1)
-    streams = [requests.submit(submission(0, num_bytes), state, lambda: None) for _ in range(count)]
+    streams = [requests.submit(deepcopy(large), state, lambda: None) for _ in range(count)]
     for stream in streams:
         arrived = await asyncio.wait_for(stack.scheduler.submissions.get(), 30)
         assert arrived.attachment == stream.attachment

@@ -1,0 +1,99 @@
+"""How many calls are in progress at once. The calls are scripted."""
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.client import concurrent_calls
+from quire.client.concurrent_calls import ConcurrentCalls
+from quire.client.retry_policy import RetryPolicy
+from quire.client.targets import Targets
+
+
+class Failure(grpc.RpcError):
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "ping timeout"
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+
+class Server:
+    """Ends calls when as many are in progress as it waits for; the first ones fail."""
+
+    def __init__(self, num_failing: int) -> None:
+        self.most = 0
+        self.after_failures = 0
+        self._num_failing = num_failing
+        self._running: list[Call] = []
+
+    def future(self, request: int, **_: object) -> "Call":
+        call = Call(request)
+        self._running.append(call)
+        self.most = max(self.most, len(self._running))
+        if not self._num_failing:
+            self.after_failures = max(self.after_failures, len(self._running))
+        return call
+
+    def end_all(self) -> None:
+        ended, self._running = self._running, []
+        for call in ended:
+            call.fails = self._num_failing > 0
+            self._num_failing = max(0, self._num_failing - 1)
+            call.on_end(call)
+
+
+class Call:
+    def __init__(self, request: int) -> None:
+        self.on_end: Callable[[Any], object] = lambda _: None
+        self.fails = False
+        self._request = request
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        self.on_end = callback
+
+    def result(self) -> int:
+        if self.fails:
+            raise Failure
+        return self._request
+
+    def cancel(self) -> None:
+        pass
+
+
+class Ended(queue.SimpleQueue[int]):
+    """Ends the calls in progress when all that have ended are read: all that may start have."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def get(self, block: bool = True, timeout: float | None = None) -> int:
+        if self.empty():
+            self._server.end_all()
+        return super().get(block, timeout)
+
+
+@pytest.mark.parametrize(("num_failing", "expected"), [(0, 8), (1, 4), (8, 4)])
+def test_calls_that_fail_together_halve_the_number_at_once(
+    monkeypatch: pytest.MonkeyPatch, num_failing: int, expected: int
+) -> None:
+    monkeypatch.setattr(concurrent_calls, "MAX_CALLS", 8)
+    monkeypatch.setattr(concurrent_calls, "_MIN_CALLS", 2)
+    server = Server(num_failing)
+    policies = [RetryPolicy(Targets("a:1"), 30, jitter=lambda: -1.0) for _ in range(40)]
+    calls = ConcurrentCalls[int, int](
+        lambda target: server,  # type: ignore[arg-type,return-value]
+        range(40),
+        policies,
+        (),
+    )
+    monkeypatch.setattr(calls, "_ended", Ended(server))
+    assert calls.run() == list(range(40))
+    assert server.most == 8
+    assert server.after_failures == expected
