@@ -101,6 +101,8 @@ async def stays_up_unhealthy(project: ComposeProject, name: str) -> None:
     await until(lambda: is_alive(project, name), f"{name}, alive", BRING_UP_S)
     await until(lambda: project.the(name).failing_checks > 2, f"{name}'s checks", BRING_UP_S)
     await until(lambda: is_alive(project, name), f"{name}, alive")
+    # On a slow machine a worker imports its packages for longer than that.
+    await until(lambda: bool(errors(project, name)), f"{name}'s error", BRING_UP_S)
     assert not project.serves(project.the(name))
     assert project.the(name).num_restarts == 0
 
