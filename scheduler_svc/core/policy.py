@@ -153,10 +153,12 @@ class _Step(Generic[SeqT]):
     def _appends(self) -> tuple[list[tuple[SeqT, int]], int]:
         """The blocks that decodes miss, and their number."""
         block_size, slots = self._limits.block_size, self._num_lookahead_slots
+        rounds = 1 + self._view.num_rounds_in_flight
         appends = [
             (row, missing)
             for row in (*self._decodes, *self._starving)
-            if row.num_tokens + slots + row.num_lookahead_tokens > len(row.block_ids) * block_size
+            if row.num_tokens + slots + rounds * row.num_lookahead_tokens
+            > len(row.block_ids) * block_size
             and (missing := self._missing_blocks(row)) > 0
         ]
         return appends, sum(missing for _, missing in appends)
@@ -167,14 +169,17 @@ class _Step(Generic[SeqT]):
         self.decision.scheduled += self._decodes
         self.decision.num_scheduled_tokens += [1] * len(self._decodes)
 
-    def _missing_blocks(self, row: SeqT, num_more_rounds: int = 0) -> int:
-        return self._num_blocks_of(row, num_more_rounds) - len(row.block_ids)
+    def _missing_blocks(self, row: SeqT, num_more: int = 0) -> int:
+        return self._num_blocks_of(row, num_more, self._view.num_rounds_in_flight) - len(
+            row.block_ids
+        )
 
-    def _num_blocks_of(self, row: SeqT, num_more_rounds: int = 0) -> int:
-        """Blocks that a row needs in all, look-ahead of each round included, to its last token."""
-        num_slots = row.num_tokens + num_more_rounds + self._num_lookahead_slots
+    def _num_blocks_of(self, row: SeqT, num_more: int = 0, num_in_flight: int = 0) -> int:
+        """Blocks that a row needs in all, to its last token, if it runs `num_more` rounds more than
+        one: with the look-ahead of each of them, and of those in flight."""
+        num_slots = row.num_tokens + num_more + self._num_lookahead_slots
         if self._reserves_jumps:
-            more = row.num_lookahead_tokens * (1 + num_more_rounds)
+            more = row.num_lookahead_tokens * (num_in_flight + 1 + num_more)
             num_slots = max(num_slots, min(num_slots + more, row.max_num_tokens))
         return blocks_for(min(num_slots, self._limits.max_model_len), self._limits.block_size)
 
@@ -265,7 +270,9 @@ class _Step(Generic[SeqT]):
                 return
 
     def _swap_in(self, group: Swapped[SeqT]) -> bool:
-        num_new_blocks = [max(0, self._missing_blocks(row)) for row in group.sequences]
+        num_new_blocks = [
+            max(0, self._num_blocks_of(row) - len(row.block_ids)) for row in group.sequences
+        ]
         num_needed = group.num_blocks + sum(num_new_blocks)
         match fit(num_needed, self._num_free_blocks, self._view.num_usable_blocks, 0):
             case BlockFit.NEVER:
@@ -293,7 +300,7 @@ class _Step(Generic[SeqT]):
         if self._is_blocked or self.decision.discarded:
             return
         for candidate in self._view.candidates:
-            num_hits = self._hits(candidate)
+            num_hits = candidate.num_hits_with(self._planned, self._limits.block_size)
             remaining = candidate.sequence.num_tokens - num_hits * self._limits.block_size
             is_long = self._limits.is_long(remaining)
             if is_long and not self._limits.has_room_for_long(self._num_long):
@@ -330,16 +337,6 @@ class _Step(Generic[SeqT]):
             Admitted(candidate.sequence, num_hits, num_tokens, num_new_blocks)
         )
         return True
-
-    def _hits(self, candidate: Candidate[SeqT]) -> int:
-        """Leading blocks that are cached, or filled by an earlier admission of this step."""
-        # The last token is always computed: its logits are needed.
-        matchable = (candidate.sequence.num_tokens - 1) // self._limits.block_size
-        most = min(matchable, len(candidate.block_hashes))
-        num_hits = min(candidate.num_hits, most)
-        while num_hits < most and candidate.block_hashes[num_hits] in self._planned:
-            num_hits += 1
-        return num_hits
 
     # Pinned blocks
 

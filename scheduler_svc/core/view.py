@@ -126,6 +126,15 @@ class Candidate(Generic[SeqT]):
     # False: it has precedence, and is exempt from the watermark.
     is_new: bool = True
 
+    def num_hits_with(self, planned: Set[bytes], block_size: int) -> int:
+        """Leading blocks that are cached or in `planned`: filled by earlier admissions."""
+        # The last token is always computed: its logits are needed.
+        most = min((self.sequence.num_tokens - 1) // block_size, len(self.block_hashes))
+        num_hits = min(self.num_hits, most)
+        while num_hits < most and self.block_hashes[num_hits] in planned:
+            num_hits += 1
+        return num_hits
+
 
 @dataclass(frozen=True, slots=True)
 class LaneView(Generic[SeqT]):
@@ -147,6 +156,8 @@ class LaneView(Generic[SeqT]):
     max_prompt_tokens: int = 2**31
     # Rounds of decoding allowed if the step runs nothing else.
     num_rounds: int = 1
+    # Rounds of plans in flight with rows that may run: their jumps and drafts are not known yet.
+    num_rounds_in_flight: int = 0
     # Of a worker with several stages: plans in flight have different rows, and decodes are divided
     # among so many of them.
     num_micro_batches: int = 1

@@ -82,6 +82,10 @@ class InFlightSteps:
         return len(self._steps)
 
     @property
+    def num_rounds(self) -> int:
+        return sum(step.num_rounds for step in self._steps)
+
+    @property
     def oldest_sent_at(self) -> float | None:
         """When the oldest plan was sent, of time.perf_counter."""
         return self._steps[0].sent_at if self._steps else None

@@ -37,7 +37,7 @@ class Lane:
         self.worker = worker
         self.address = address
         self.limits = limits
-        self._num_lookahead_tokens = options.num_lookahead_tokens_for(worker)
+        self._num_lookahead_tokens = worker.num_speculative_tokens
         self.stats = LaneStats()
         self.table = SequenceTable(limits.max_num_seqs, worker.num_host_blocks, address)
         self.rows = self.table.rows

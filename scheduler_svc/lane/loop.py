@@ -257,6 +257,7 @@ class LaneLoop:
             self._stats,
             self._num_micro_batches,
             self._prompt_share.max_tokens,
+            self.in_flight.num_rounds,
         )
         uncommitted, self._uncommitted = self._uncommitted, {}
         failed, self._failed = self._failed, []

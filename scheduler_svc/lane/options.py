@@ -39,12 +39,6 @@ class LaneOptions:
             max_model_len=worker.max_model_len,
         )
 
-    def num_lookahead_tokens_for(self, worker: WorkerInfo) -> int:
-        """The look-ahead of every sequence: when a plan is made, each plan in flight with the same
-        rows may have as many accepted drafts as the plan itself."""
-        num_plans = 1 if worker.num_stages > 1 else self.pipeline_depth
-        return worker.num_speculative_tokens * num_plans
-
     def pipeline_depth_for(self, worker: WorkerInfo) -> int:
         """Plans in flight: at least one in each stage."""
         return max(self.pipeline_depth, worker.num_stages)

@@ -216,6 +216,19 @@ def test_rounds_have_blocks_for_the_look_ahead_of_each_up_to_the_last_token():
     assert schedule(LIMITS, rounds_view([one], 4)).appends == [(one, 1)]
 
 
+def test_rows_have_blocks_for_the_look_ahead_of_plans_in_flight_too():
+    one, two = decoding(0, 16, [1]), decoding(1, 32, [2, 3, 4])
+    one.num_lookahead_tokens = two.num_lookahead_tokens = 8
+    assert schedule(LIMITS, lane([one, two])).appends == [(one, 1)]
+    # The tokens of two plans are counted, but not the 8 that each of them may have added.
+    view = lane([one, two], num_rounds_in_flight=2)
+    assert schedule(LIMITS, view).appends == [(one, 2), (two, 1)]
+    one.max_num_tokens, two.max_num_tokens = 20, 48
+    assert schedule(LIMITS, view).appends == [(one, 1)]
+    decision = schedule(LIMITS, replace(view, num_free_blocks=0))
+    assert (decision.preempted, decision.appends) == ([], [])
+
+
 def test_no_row_is_preempted_for_rounds():
     running = [decoding(0, 16, [1]), decoding(1, 16, [2])]
     decision = schedule(LIMITS, rounds_view(running, 2, num_free_blocks=1))

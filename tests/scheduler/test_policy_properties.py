@@ -173,6 +173,7 @@ def cases(draw: st.DrawFn) -> tuple[Limits, LaneView[Row]]:
         running=running,
         num_free_blocks=num_free,
         num_usable_blocks=len(references) + num_free,
+        num_rounds_in_flight=draw(st.sampled_from([0, 0, 1, 4])),
         references=references,
         forkable=forkable,
         swapped=swapped,

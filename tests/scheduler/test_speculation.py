@@ -81,6 +81,34 @@ async def test_all_drafts_or_none_are_right(redis_url, sockets, rate):
         await worker.check()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4])
+async def test_blocks_have_room_for_the_drafts_of_plans_in_flight(redis_url, sockets, depth):
+    worker = CheckingWorker(
+        1, 40, 16, max_model_len=112, num_speculative_tokens=4, acceptance_rate=1.0
+    )
+    results: list[worker_pb2.StepResult] = []
+
+    def hold(result: worker_pb2.StepResult) -> None:
+        results.append(result)
+        worker.gate.clear()
+
+    worker.gate.clear()
+    worker.distort = hold
+    async with running_stack(redis_url, sockets, {"a": worker}, pipeline_depth=depth) as stack:
+        gateway = await stack.gateway()
+        await gateway.submit(prompt(9), max_tokens=101)
+        for number in range(15):
+            await until(lambda: len(worker.rows_in_flight) == depth, "a full pipeline")
+            worker.gate.set()
+            await until(lambda count=number: len(results) > count, "a result")
+        worker.distort = results.append
+        worker.gate.set()
+        await check_outputs(gateway)
+        # The prompt's step, and steps of four drafts and one more token across ends of blocks.
+        assert [len(result.sampled_rows) for result in results][:21] == [1, *[5] * 20]
+        await worker.check()
+
+
 async def test_choices_logprobs_and_jumps_beside_one_another(redis_url, sockets):
     worker = CheckingWorker(1, 160, num_speculative_tokens=4, longest_jump=7)
     results = recorded(worker)
@@ -107,7 +135,9 @@ async def test_requests_without_drafts_get_none(redis_url, sockets):
         await check_outputs(gateway)
         assert num_drafted(results) == 0
         assert any(result.forced_indices for result in results)
-        await gateway.submit(prompt(9, 1), 20, 2)
+        # The jumps of a row may leave no room for drafts.
+        for seed in range(2, 6):
+            await gateway.submit(prompt(9, 1), 20, seed)
         await check_outputs(gateway)
         assert num_drafted(results) > 0
         await worker.check()

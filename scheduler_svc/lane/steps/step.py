@@ -38,6 +38,7 @@ class Step:
         stats: LaneStats,
         num_micro_batches: int = 1,
         max_prompt_tokens: int = UNLIMITED,
+        num_rounds_in_flight: int = 0,
     ) -> None:
         """With several micro-batches, a row in flight is neither run nor released, so that no plan
         waits for the result of another one."""
@@ -48,6 +49,7 @@ class Step:
         self._stats = stats
         self._num_micro_batches = num_micro_batches
         self._max_prompt_tokens = max_prompt_tokens
+        self._num_rounds_in_flight = num_rounds_in_flight if num_micro_batches == 1 else 0
         self._in_flight = table.rows_in_flight() if num_micro_batches > 1 else frozenset()
         self.release = StepRelease(builder, table, stats, self._in_flight)
         self.beams = StepBeams(builder, table)
@@ -183,6 +185,7 @@ class Step:
             ),
             max_prompt_tokens=self._max_prompt_tokens,
             num_rounds=num_rounds,
+            num_rounds_in_flight=self._num_rounds_in_flight,
             num_micro_batches=self._num_micro_batches,
             in_flight=self._in_flight,
         )
