@@ -14,7 +14,7 @@ from scheduler_svc.server import Scheduler
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.shard import leaves
 from scheduler_svc.store.errors import StoreError
-from scheduler_svc.store.links import link_to
+from scheduler_svc.store.links.urls import link_to
 
 log = structlog.get_logger()
 

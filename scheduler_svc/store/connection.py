@@ -16,7 +16,8 @@ from scheduler_svc.store.errors import (
     StoreUnavailable,
     WrongStep,
 )
-from scheduler_svc.store.links import Link, link_to
+from scheduler_svc.store.links.link import Link
+from scheduler_svc.store.links.urls import link_to
 from scheduler_svc.store.resp import Argument, ReplyError, RespConnection, RespConnectionLost, pack
 from scheduler_svc.store.scripts import Script
 

@@ -10,7 +10,7 @@ import pytest
 from http_client import Http
 from waiting import until
 
-from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.generation_fields import GenerationFields
 from quire.v1 import inference_pb2
 
 CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
@@ -214,13 +214,13 @@ async def test_a_large_body_is_converted_beside_the_event_loop(
     http: Http, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    fill = LogitsFields.fill_logits_params
+    fill = GenerationFields.fill_params
 
-    def recorded(self: LogitsFields, params: inference_pb2.SamplingParams) -> None:
+    def recorded(self: GenerationFields, params: inference_pb2.SamplingParams) -> None:
         threads.append(threading.current_thread())
         fill(self, params)
 
-    monkeypatch.setattr(LogitsFields, "fill_logits_params", recorded)
+    monkeypatch.setattr(GenerationFields, "fill_params", recorded)
     prompt = {COMPLETION: {"prompt": "x"}, CHAT: _message("x"), RESPONSE: {"input": "x"}}[path]
     biases = {str(token_id): 1 for token_id in range(5000)}
     status, error = await http.error(path, {**prompt, "logit_bias": biases})

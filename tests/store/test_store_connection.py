@@ -286,7 +286,10 @@ def test_a_server_that_closes_connections_at_once_is_unavailable() -> None:
         closing.join()
 
 
-def test_a_name_whose_server_hangs_delays_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["", "+sentinel", "+cluster"])
+def test_a_name_whose_server_hangs_delays_not_the_end(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is looked up once, however often a connection is tried."""
     released, looked_up = threading.Event(), list[str]()
     getaddrinfo = socket.getaddrinfo
@@ -301,7 +304,7 @@ def test_a_name_whose_server_hangs_delays_not_the_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr("socket.getaddrinfo", look_up)
 
     async def call() -> None:
-        connection = Connection.to("redis://redis.hangs:1", timeout_s=0.1)
+        connection = Connection.to(f"redis{kind}://redis.hangs:1", timeout_s=0.1)
         for _ in range(3):
             with pytest.raises(StoreUnavailable, match="not responded"):
                 await connection.execute("PING")

@@ -15,9 +15,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis_groups import Cluster, Sentinels, Server, running
 from waiting import until
 
+from quire.service.addresses import Lookups
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.keys import ShardKeys
-from scheduler_svc.store.links import ServerLink, find_node, find_primary, link_to
+from scheduler_svc.store.links.link import ServerLink
+from scheduler_svc.store.links.nodes import find_node
+from scheduler_svc.store.links.sentinels import find_primary
+from scheduler_svc.store.links.urls import link_to
 from scheduler_svc.store.requests import (
     Ending,
     OutputRange,
@@ -374,6 +378,35 @@ async def test_a_sentinel_that_hangs_or_knows_an_older_primary_is_no_obstacle(
     finally:
         for one in group:
             one.kill()
+
+
+async def test_a_name_whose_server_hangs_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = Lookups.resolve
+
+    async def hang(lookups: Lookups, name: str) -> frozenset[str]:
+        if "hangs" in name:
+            await asyncio.get_running_loop().create_future()
+        return await resolve(lookups, name)
+
+    monkeypatch.setattr(Lookups, "resolve", hang)
+    node = Server(tmp_path, "cluster-enabled yes")
+    node.do("CLUSTER", "ADDSLOTS", *range(16384))
+    one = sentinel(tmp_path, 3, 1)
+    try:
+        for kind, server, find, port in (
+            ("sentinel", one, find_primary, 3),
+            ("cluster", node, find_node, node.port),
+        ):
+            hosts = f"redis.hangs:1,127.0.0.1:{server.port}"
+            path = "/quire" if kind == "sentinel" else ""
+            servers = link_to(f"redis+{kind}://{hosts}{path}", 30)._servers
+            async with asyncio.timeout(20):
+                assert await find(servers) == ("127.0.0.1", port)
+    finally:
+        one.kill()
+        node.kill()
 
 
 async def test_sentinels_without_a_primary_say_why(tmp_path: Path) -> None:

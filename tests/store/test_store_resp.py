@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.connection import Connection
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
-from scheduler_svc.store.links import link_to
+from scheduler_svc.store.links.urls import link_to
 from scheduler_svc.store.resp import (
     ReplyError,
     ReplyReader,

@@ -15,7 +15,7 @@ from gateway_svc.http.bodies.fields import (
     unsupported,
 )
 from gateway_svc.http.bodies.fields import Texts as StopTexts
-from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.generation_fields import GenerationFields
 from gateway_svc.http.bodies.message_input import InputMessage, Texts, messages_of
 from gateway_svc.http.bodies.structured import JsonSchema, of_schema
 from gateway_svc.http.bodies.tools import (
@@ -162,23 +162,14 @@ class CountTokensRequest(HttpRequest):
         return with_reasoning_effort(given, effort)
 
 
-class MessageRequest(CountTokensRequest, LogitsFields):
+class MessageRequest(CountTokensRequest, GenerationFields):
     max_tokens: Count
-    stream: bool | None = None
     stop_sequences: StopTexts | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
     # These change nothing, too.
     metadata: Hint | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     inference_geo: str | None = None
 
-    # As vLLM has them.
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: str | None = None
     # Quire's: seconds for which the request continues after its client has disconnected.
     resume_window_s: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
 
@@ -195,19 +186,12 @@ class MessageRequest(CountTokensRequest, LogitsFields):
 
     def message(self, request_id: str) -> GenerationMessage:
         params = inference_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % 2**64,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
         )
         if (form := self._format()) is not None:
-            params.structured_output.CopyFrom(
-                of_schema(f"{self.format_field}.schema", form.schema_)
-            )
-        self.fill_logits_params(params)
+            params.structured_output.CopyFrom(of_schema(form.schema_))
+        self.fill_params(params)
         return message_type(bool(self.stream))(
             request_id=request_id,
             model=self.model,

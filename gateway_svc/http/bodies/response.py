@@ -16,7 +16,7 @@ from gateway_svc.http.bodies.fields import (
     replaced_by,
     unsupported,
 )
-from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.generation_fields import GenerationFields
 from gateway_svc.http.bodies.response_input import (
     InputItem,
     NamedResponseTool,
@@ -44,18 +44,14 @@ class TextConfig(HttpRequest):
     verbosity: unsupported("medium") = None  # type: ignore[valid-type]
 
 
-class ResponseRequest(LogitsFields):
-    model: str | None = None
+class ResponseRequest(GenerationFields):
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    stream: bool | None = None
     # Runs without a client; the response is retrieved by its id.
     background: bool | None = None
     # Responses are kept for minutes either way, as all requests are.
     store: bool | None = None
     max_output_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     include: list[Included] | None = None
     text: TextConfig | None = None
@@ -77,12 +73,7 @@ class ResponseRequest(LogitsFields):
     # Of tools that the server runs, of which there are none.
     max_tool_calls: Count | None = None
 
-    # As vLLM has them.
-    top_k: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
-    min_p: float | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: str | None = None
+    # As vLLM has it.
     chat_template_kwargs: dict[str, Any] | None = None
 
     access_programs: unsupported() = None  # type: ignore[valid-type]
@@ -105,16 +96,11 @@ class ResponseRequest(LogitsFields):
 
     def message(self, request_id: str) -> GenerationMessage:
         params = inference_pb2.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % 2**64,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             structured_output=None if self.text_format is None else self.text_format.to_proto(),
         )
-        self.fill_logits_params(params)
+        self.fill_params(params)
         # Only the updates of a stream begin with the acceptance.
         return message_type(bool(self.stream or self.background))(
             request_id=request_id,

@@ -14,7 +14,7 @@ from gateway_svc.http.bodies.fields import (
     replaced_by,
     unsupported,
 )
-from gateway_svc.http.bodies.logits_fields import LogitsFields
+from gateway_svc.http.bodies.generation_fields import GenerationFields
 from gateway_svc.http.bodies.structured import FORMAT_NAMES, OutputFormat, StructuredOutputs
 from quire.service.errors import invalid
 from quire.v1 import beam_search_pb2, inference_pb2, structured_output_pb2
@@ -35,30 +35,21 @@ class StreamOptions(HttpRequest):
     include_obfuscation: unsupported(False) = None  # type: ignore[valid-type]
 
 
-class SamplingFields(LogitsFields):
+class SamplingFields(GenerationFields):
     """Fields of completions and chat completions alike."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: Count | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Count | None = None
     stop: str | Texts | None = None
     # An opaque identifier of the client's user; it changes nothing.
     user: str | None = None
 
     # As vLLM has them.
-    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
-    min_p: float | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
     # False: choices have no text.
     detokenize: bool | None = None
@@ -128,14 +119,7 @@ class SamplingFields(LogitsFields):
 
     def sampling_params(self) -> inference_pb2.SamplingParams:
         """The parameters that are set, but log-probabilities of the output."""
-        top_k, seed = self.top_k, self.seed
         params = inference_pb2.SamplingParams(
-            temperature=self.temperature,
-            # vLLM's value for all.
-            top_k=0 if top_k == -1 else top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=None if seed is None else seed % 2**64,
             max_tokens=self.max_tokens,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -147,7 +131,7 @@ class SamplingFields(LogitsFields):
             detokenize=self.detokenize,
             structured_output=self._structured_output(),
         )
-        self.fill_logits_params(params)
+        self.fill_params(params)
         return params
 
     @property

@@ -77,7 +77,9 @@ class OutputFormat(HttpRequest):
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise invalid("response_format.json_schema", "MISSING_FIELD", "is required")
-            return of_schema("response_format.json_schema.schema", self.json_schema.schema_)
+            return of_schema(
+                _required("response_format.json_schema.schema", self.json_schema.schema_)
+            )
         if self.json_schema is not None:
             raise invalid(
                 "response_format.json_schema", "INVALID_FIELD", "is for the type json_schema alone"
@@ -95,7 +97,7 @@ class OutputFormat(HttpRequest):
                 f"response_format.{name}", "INVALID_FIELD", "is for the type structural_tag alone"
             )
         if self.value is not None:
-            return of_schema("response_format.value", self.value)
+            return of_schema(_required("response_format.value", self.value))
         return any_object() if self.type == "json_object" else None
 
 
@@ -158,16 +160,21 @@ class TextFormat(HttpRequest):
             return any_object() if self.type == "json_object" else None
         if self.name is None:
             raise invalid("text.format.name", "MISSING_FIELD", "is required")
-        return of_schema("text.format.schema", self.schema_)
+        return of_schema(_required("text.format.schema", self.schema_))
 
 
-def of_schema(field: str, schema: JsonSchema | None) -> structured_output_pb2.StructuredOutput:
-    """JSON that follows a schema. RequestError at `field` without one."""
+def of_schema(schema: JsonSchema) -> structured_output_pb2.StructuredOutput:
+    """JSON that follows a schema."""
+    return structured_output_pb2.StructuredOutput(json_schema=_as_json(schema))
+
+
+def _required(field: str, schema: JsonSchema | None) -> JsonSchema:
+    """RequestError at `field` without a schema."""
     if schema is None:
         raise invalid(
             field, "MISSING_FIELD", "is required; the type json_object stands for any object"
         )
-    return structured_output_pb2.StructuredOutput(json_schema=_as_json(schema))
+    return schema
 
 
 def any_object() -> structured_output_pb2.StructuredOutput:

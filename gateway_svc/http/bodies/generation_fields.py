@@ -1,4 +1,4 @@
-"""Fields of every body: those that change logits, and with them the output, and one of decoding."""
+"""Fields of every body that generates."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,22 @@ _MODES = {
 }
 
 
-class LogitsFields(HttpRequest):
+class GenerationFields(HttpRequest):
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # By token id, as a text.
     logit_bias: dict[str, float] | None = None
 
-    # As vLLM has them.
+    # As vLLM has them; -1 are all tokens.
+    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
     allowed_token_ids: TokenIds | None = None
@@ -46,11 +55,17 @@ class LogitsFields(HttpRequest):
     speculation: bool | None = None
     vllm_xargs: unsupported({}) = None  # type: ignore[valid-type]
 
-    def fill_logits_params(self, params: inference_pb2.SamplingParams) -> None:
-        """RequestError for a bias whose key is no token id, and for arguments nested too deeply."""
+    def fill_params(self, params: inference_pb2.SamplingParams) -> None:
+        """Set the parameters of these fields. RequestError for a bias whose key is no token id, and
+        for arguments nested too deeply."""
         kept = self.truncate_prompt_tokens
         params.MergeFrom(
             inference_pb2.SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=0 if self.top_k == -1 else self.top_k,
+                min_p=self.min_p,
+                seed=None if self.seed is None else self.seed % 2**64,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,
