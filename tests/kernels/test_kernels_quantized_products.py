@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 def rounds_rows(weight: QuantizedWeight, implementation: Implementation) -> bool:
     has_integers = implementation.isa >= Implementation.CPP_AVX512_VNNI.isa
-    return weight.int8_activations and has_integers
+    return weight.int8_activations and (has_integers or implementation is Implementation.CPP_AVX2)
 
 
 def random_weight(

@@ -1,5 +1,5 @@
 // Products of converted rows with quantised panels whose values are multiplied as integers. Included
-// once, with AVX-512, after converting.h.
+// once per instruction set that has such products, after converting.h.
 //
 // The sum of a group's products is multiplied by the output's scale, and the offset times the sum of
 // the row's numbers is subtracted; at the end the row's factor is applied. Groups are added in order,
@@ -19,8 +19,9 @@ struct RowLayout {
   const int64_t sums_at, scale_at, bytes;
 };
 
-// Rows that are computed together: sums of a group and of all groups take 24 of 32 registers.
-constexpr int kGroupedRows = 6;
+// Rows that are computed together. With AVX-512, sums of a group and of all groups take 24 of 32
+// registers; with AVX2 those of a group take 8 of 16.
+constexpr int kGroupedRows = kLanes == 16 ? 6 : 4;
 
 // Whether tiles of few rows prefetch what they read. The processors differ: some keep up with such
 // tiles by themselves, and lose time by it.
@@ -34,7 +35,7 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
   int64_t once = layout.bytes, thrice = 3 * layout.bytes, five_times = 5 * layout.bytes;
   // As in multiply_tile.
   asm("" : "+r"(once), "+r"(thrice), "+r"(five_times));
-  const int64_t places[kGroupedRows] = {0, once, 2 * once, thrice, 4 * once, five_times};
+  const int64_t places[] = {0, once, 2 * once, thrice, 4 * once, five_times};
   const int64_t group_steps = quantization.group_steps(), scale_bytes = quantization.scale_bytes;
   const int64_t scales_bytes = quantization.scales_bytes(kPanelWidth);
   const PrefetchSpan* span = prefetch.spans;
@@ -90,7 +91,7 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
     for (int r = 0; r < kRows; ++r) {
       const Floats row_sum = broadcast(load_as<float>(row_sums + places[r]));
       for (int half = 0; half < 2; ++half) {
-        totals[r][half] += Step::as_floats(sums[r][half]) * factors[half];
+        totals[r][half] += Step::as_floats(sums[r][half], row_sum) * factors[half];
         totals[r][half] -= row_sum * offsets[half];
       }
     }

@@ -1,23 +1,35 @@
-// Rows rounded to 8 bits, and dot products of integers. Included once, with AVX-512 and VNNI, after
-// grouped.h.
+// Rows rounded to 8 bits, which are multiplied with quantised values as integers. Included once per
+// instruction set that has such products, after dot_products.h or byte_products.h.
 //
 // A row has one scale: its numbers are rounded to integers from -127 to 127. Sums of a group's products
-// are exact.
+// are exact, and so those of its integers, as a group has at most 2^16 inputs.
 
 namespace integers {
 
+// To the nearest integers, ties to even.
+QUIRE_INLINE Ints rounded(Floats x) {
+#if QUIRE_LANES == 16
+  return reinterpret_cast<Ints>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(x)));
+#else
+  return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(x)));
+#endif
+}
+
 // Rounds `count` numbers times `factor`; returns the sum of the integers.
-static int32_t round_group(const float* numbers, int64_t count, float factor, char* to) {
-  __m512i sum = _mm512_setzero_si512();
-  for (int64_t k = 0; k < count; k += kLanes) {
-    const int64_t left = count - k;
-    const __mmask16 mask = left >= kLanes ? 0xFFFF : static_cast<__mmask16>((1 << left) - 1);
-    const __m512 some = _mm512_maskz_loadu_ps(mask, numbers + k);
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(some, _mm512_set1_ps(factor)));
-    sum = _mm512_add_epi32(sum, rounded);
-    _mm512_mask_cvtsepi32_storeu_epi8(to + k, mask, rounded);
+static float round_group(const float* numbers, int64_t count, float factor, char* to) {
+  Ints total{};
+  int64_t k = 0;
+  const auto take = [&](Floats some) {
+    const Ints integers = rounded(some * factor);
+    total += integers;
+    return __builtin_convertvector(integers, Bytes);
+  };
+  for (; k + kLanes <= count; k += kLanes) store_as(to + k, take(load(numbers + k)));
+  if (k < count) {
+    const Bytes last = take(load_first(numbers + k, count - k));
+    __builtin_memcpy(to + k, &last, count - k);
   }
-  return _mm512_reduce_add_epi32(sum);
+  return sum(to_floats(total));
 }
 
 // The largest magnitude; NaN if a number is infinite or NaN.
@@ -41,73 +53,9 @@ static void round_row(const float* numbers, const Quantization& quantization, ch
   float* const sums = reinterpret_cast<float*>(to + layout.sums_at);
   if (padded != group_size) std::memset(to, 0, layout.sums_at);
   for (int64_t group = 0; group < quantization.num_groups; ++group)
-    sums[group] = static_cast<float>(
-        round_group(numbers + group * group_size, group_size, factor, to + group * padded));
+    sums[group] = round_group(numbers + group * group_size, group_size, factor, to + group * padded);
   *reinterpret_cast<float*>(to + layout.scale_at) = most / 127.0f;
 }
-
-QUIRE_INLINE void add_products(Ints& sum, Ints row, Ints weights) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(row));
-}
-
-// Adds four inputs of kRows rows times a panel's outputs.
-template <int kRows>
-QUIRE_INLINE void add_four(const char* row, const int64_t* places, Ints left, Ints right,
-                           Ints (&sums)[kRows][2]) {
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    const Ints x = broadcast_bits(load_as<int32_t>(row + places[r]));
-    add_products(sums[r][0], x, left);
-    add_products(sums[r][1], x, right);
-  }
-}
-
-template <int kBits>
-struct IntegerStep {
-  using Sum = Ints;
-  static constexpr int64_t kInputs = kBits == 4 ? 8 : 4, kNumberBytes = 1;
-
-  template <int kRows>
-  QUIRE_INLINE void add(const char* row, const int64_t (&places)[grouped::kGroupedRows],
-                        const char* values, Ints (&sums)[kRows][2]) {
-    const Ints left = load_as<Ints>(values), right = load_as<Ints>(values + sizeof(Ints));
-    if constexpr (kBits == 8) {
-      add_four<kRows>(row, places, left, right, sums);
-    } else {
-      constexpr int kLower = 0x0F0F0F0F;
-      add_four<kRows>(row, places, left & kLower, right & kLower, sums);
-      add_four<kRows>(row + 4, places, (left >> 4) & kLower, (right >> 4) & kLower, sums);
-    }
-  }
-
-  QUIRE_INLINE Floats as_floats(Ints sum) { return to_floats(sum); }
-};
-
-// The same sums of values of 4 bits in twice as many chains of additions: those of a single row would
-// not keep the processor busy. The upper halves of bytes are multiplied in their place, as 16 times
-// their values.
-struct SingleRowStep {
-  struct Sum {
-    Ints lower{}, upper{};
-  };
-  static constexpr int64_t kInputs = 8, kNumberBytes = 1;
-
-  template <int kRows>
-  QUIRE_INLINE void add(const char* row, const int64_t (&)[grouped::kGroupedRows], const char* values,
-                        Sum (&sums)[kRows][2]) {
-    static_assert(kRows == 1);
-    constexpr int kLower = 0x0F0F0F0F;
-    const Ints first = broadcast_bits(load_as<int32_t>(row));
-    const Ints second = broadcast_bits(load_as<int32_t>(row + 4));
-    for (int half = 0; half < 2; ++half) {
-      const Ints both = load_as<Ints>(values + half * sizeof(Ints));
-      add_products(sums[0][half].lower, first, both & kLower);
-      add_products(sums[0][half].upper, second, both & ~kLower);
-    }
-  }
-
-  QUIRE_INLINE Floats as_floats(const Sum& sum) { return to_floats(sum.lower + (sum.upper >> 4)); }
-};
 
 struct IntegerRows {
   static constexpr int64_t kNumberBytes = 1;

@@ -8,11 +8,21 @@
 #include "linear/blocked.h"
 #include "linear/converting.h"
 
+#if QUIRE_LANES == 8
+#include "linear/grouped.h"
+#include "linear/byte_products.h"
+#include "linear/integers.h"
+
+constexpr Functions kFunctions{kPanelWidth, kPlain,  &kConverting, nullptr,
+                               nullptr,     nullptr, &kIntegers<grouped::FewRows::kPlain>};
+#else
 constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullptr, nullptr, nullptr};
+#endif
 
 #if defined(QUIRE_HAS_DOT_PRODUCTS) && QUIRE_LANES == 16
 #include "linear/bfloat16.h"
 #include "linear/grouped.h"
+#include "linear/dot_products.h"
 #include "linear/integers.h"
 #include "linear/nibbles.h"
 

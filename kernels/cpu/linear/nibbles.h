@@ -10,7 +10,7 @@ struct NibbleStep {
   // A shift moves the values of two inputs to the lowest bits of a number's halves, which select their
   // bfloat16: of the first and third input of four, or of the second and the fourth.
   template <int kRows>
-  QUIRE_INLINE void add(const char* row, const int64_t (&places)[grouped::kGroupedRows],
+  QUIRE_INLINE void add(const char* row, const int64_t* places,
                         const char* values, Floats (&sums)[kRows][2]) {
     const Ints left = load_as<Ints>(values), right = load_as<Ints>(values + sizeof(Ints));
     add_pair<kRows, 0>(row, places, left, right, sums);
@@ -19,7 +19,7 @@ struct NibbleStep {
     add_pair<kRows, 12>(row + 12, places, left, right, sums);
   }
 
-  QUIRE_INLINE Floats as_floats(Floats sum) { return sum; }
+  QUIRE_INLINE Floats as_floats(Floats sum, Floats) { return sum; }
 
   // The inputs of a step in the order of `add`.
   static constexpr int kOrder[kInputs] = {0, 2, 1, 3, 4, 6, 5, 7};
