@@ -2,9 +2,8 @@
 // grouped.h.
 //
 // An instruction multiplies bytes, unsigned ones with signed ones, and adds each two products in 16
-// bits, where it saturates. So values of 8 bits are multiplied as signed numbers, without the 128 that
-// is added to their sum afterwards: products have the value's magnitude, and its sign is given to the
-// row. No pair exceeds 2 * 128 * 127 then.
+// bits, where it saturates. So 128 is subtracted from values of 8 bits, and the sign of the rest is
+// given to the row, whose products with the magnitudes are added: no pair exceeds 2 * 128 * 127 then.
 
 namespace integers {
 
@@ -26,6 +25,7 @@ template <>
 struct IntegerStep<8> {
   using Sum = Ints;
   static constexpr int64_t kInputs = 4, kNumberBytes = 1;
+  static constexpr float kCentre = 128.0f;
 
   // Adds four inputs of kRows rows times a panel's outputs.
   template <int kRows>
@@ -33,7 +33,7 @@ struct IntegerStep<8> {
                         Ints (&sums)[kRows][2]) {
     Ints numbers[2], magnitudes[2];
     for (int half = 0; half < 2; ++half) {
-      numbers[half] = load_as<Ints>(values + half * sizeof(Ints)) ^ kCentre;
+      numbers[half] = load_as<Ints>(values + half * sizeof(Ints)) ^ kSigns;
       magnitudes[half] = reinterpret_cast<Ints>(_mm256_abs_epi8(as_bytes(numbers[half])));
     }
 #pragma GCC unroll 4
@@ -45,19 +45,17 @@ struct IntegerStep<8> {
     }
   }
 
-  // `row_sum` is the sum of the row's integers.
-  QUIRE_INLINE Floats as_floats(Ints sum, Floats row_sum) {
-    return to_floats(sum + (__builtin_convertvector(row_sum, Ints) << 7));
-  }
+  QUIRE_INLINE Floats as_floats(Ints sum) { return to_floats(sum); }
 
  private:
-  static constexpr int kCentre = static_cast<int>(0x80808080);
+  static constexpr int kSigns = static_cast<int>(0x80808080);
 };
 
 template <>
 struct IntegerStep<4> {
   using Sum = Ints;
   static constexpr int64_t kInputs = 8, kNumberBytes = 1;
+  static constexpr float kCentre = 0.0f;
 
   // Pairs of both halves of bytes are at most 4 * 15 * 127 together.
   template <int kRows>
@@ -79,7 +77,7 @@ struct IntegerStep<4> {
     }
   }
 
-  QUIRE_INLINE Floats as_floats(Ints sum, Floats) { return to_floats(sum); }
+  QUIRE_INLINE Floats as_floats(Ints sum) { return to_floats(sum); }
 };
 
 using SingleRowStep = IntegerStep<4>;

@@ -23,6 +23,7 @@ template <int kBits>
 struct IntegerStep {
   using Sum = Ints;
   static constexpr int64_t kInputs = kBits == 4 ? 8 : 4, kNumberBytes = 1;
+  static constexpr float kCentre = 0.0f;
 
   template <int kRows>
   QUIRE_INLINE void add(const char* row, const int64_t* places,
@@ -37,7 +38,7 @@ struct IntegerStep {
     }
   }
 
-  QUIRE_INLINE Floats as_floats(Ints sum, Floats) { return to_floats(sum); }
+  QUIRE_INLINE Floats as_floats(Ints sum) { return to_floats(sum); }
 };
 
 // The same sums of values of 4 bits in twice as many chains of additions: those of a single row would
@@ -48,6 +49,7 @@ struct SingleRowStep {
     Ints lower{}, upper{};
   };
   static constexpr int64_t kInputs = 8, kNumberBytes = 1;
+  static constexpr float kCentre = 0.0f;
 
   template <int kRows>
   QUIRE_INLINE void add(const char* row, const int64_t*, const char* values,
@@ -63,7 +65,7 @@ struct SingleRowStep {
     }
   }
 
-  QUIRE_INLINE Floats as_floats(const Sum& sum, Floats) { return to_floats(sum.lower + (sum.upper >> 4)); }
+  QUIRE_INLINE Floats as_floats(const Sum& sum) { return to_floats(sum.lower + (sum.upper >> 4)); }
 };
 
 }  // namespace integers

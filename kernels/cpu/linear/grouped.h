@@ -1,9 +1,9 @@
-// Products of converted rows with quantised panels whose values are multiplied as integers. Included
-// once per instruction set that has such products, after converting.h.
+// Products of converted rows with quantised panels whose values are multiplied before they are scaled.
+// Included once per instruction set that has such products, after converting.h.
 //
 // The sum of a group's products is multiplied by the output's scale, and the offset times the sum of
 // the row's numbers is subtracted; at the end the row's factor is applied. Groups are added in order,
-// so a row's result does not depend on other rows.
+// so a row's result does not depend on other rows. A step multiplies with values less its kCentre.
 
 namespace grouped {
 
@@ -87,11 +87,13 @@ static void multiply_groups(const char* rows, const Quantization& quantization, 
     Floats factors[2], offsets[2];
     load_scales(scales, scale_bytes, factors);
     load_scales(scales + scales_bytes / 2, scale_bytes, offsets);
+    if constexpr (Step::kCentre != 0.0f)
+      for (int half = 0; half < 2; ++half) offsets[half] -= factors[half] * Step::kCentre;
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const Floats row_sum = broadcast(load_as<float>(row_sums + places[r]));
       for (int half = 0; half < 2; ++half) {
-        totals[r][half] += Step::as_floats(sums[r][half], row_sum) * factors[half];
+        totals[r][half] += Step::as_floats(sums[r][half]) * factors[half];
         totals[r][half] -= row_sum * offsets[half];
       }
     }

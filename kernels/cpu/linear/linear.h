@@ -86,10 +86,12 @@ struct Functions {
   Multiplier plain;     // for plain panels
   // For all panels and rows: panels are converted to float32.
   const Multiplier* converting;
+  // For quantised panels and all rows.
+  const Multiplier* widened = nullptr;
   // For rows of bfloat16: panels of pairs, quantised panels converted to pairs, and of 4 bits.
-  const Multiplier *paired, *converting_to_pairs, *nibbles;
+  const Multiplier *paired = nullptr, *converting_to_pairs = nullptr, *nibbles = nullptr;
   // For quantised panels and rows that may be rounded to 8 bits.
-  const Multiplier* integers;
+  const Multiplier* integers = nullptr;
 
   const Multiplier& multiplier(Format rows, const Weight& weight) const {
     const bool narrow = rows == Format::kBFloat16;
@@ -101,7 +103,8 @@ struct Functions {
         if (quantization.int8_activations && integers) return *integers;
         if (narrow && quantization.bits == 4 && nibbles) return *nibbles;
         const bool has_pairs = quantization.group_size % 2 == 0;
-        return narrow && has_pairs && converting_to_pairs ? *converting_to_pairs : *converting;
+        if (narrow && has_pairs && converting_to_pairs) return *converting_to_pairs;
+        return widened ? *widened : *converting;
       }
     }
   }

@@ -12,11 +12,16 @@
 #include "linear/grouped.h"
 #include "linear/byte_products.h"
 #include "linear/integers.h"
+#include "linear/widened.h"
 
-constexpr Functions kFunctions{kPanelWidth, kPlain,  &kConverting, nullptr,
-                               nullptr,     nullptr, &kIntegers<grouped::FewRows::kPlain>};
+constexpr Functions kFunctions{.panel_width = kPanelWidth,
+                               .plain = kPlain,
+                               .converting = &kConverting,
+                               .widened = &kWidened,
+                               .integers = &kIntegers<grouped::FewRows::kPlain>};
 #else
-constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullptr, nullptr, nullptr};
+constexpr Functions kFunctions{
+    .panel_width = kPanelWidth, .plain = kPlain, .converting = &kConverting};
 #endif
 
 #if defined(QUIRE_HAS_DOT_PRODUCTS) && QUIRE_LANES == 16
@@ -26,15 +31,17 @@ constexpr Functions kFunctions{kPanelWidth, kPlain, &kConverting, nullptr, nullp
 #include "linear/integers.h"
 #include "linear/nibbles.h"
 
-constexpr Functions kVnniFunctions{kPanelWidth, kPlain,  &kConverting, nullptr,
-                                   nullptr,     nullptr, &kIntegers<grouped::FewRows::kPlain>};
-constexpr Functions kBFloat16Functions{kPanelWidth,
-                                       kPlain,
-                                       &kConverting,
-                                       &bfloat16::kPaired,
-                                       &bfloat16::kConvertingToPairs,
-                                       &kNibbles<grouped::FewRows::kPlain>,
-                                       &kIntegers<grouped::FewRows::kPlain>};
+constexpr Functions kVnniFunctions{.panel_width = kPanelWidth,
+                                   .plain = kPlain,
+                                   .converting = &kConverting,
+                                   .integers = &kIntegers<grouped::FewRows::kPlain>};
+constexpr Functions kBFloat16Functions{.panel_width = kPanelWidth,
+                                       .plain = kPlain,
+                                       .converting = &kConverting,
+                                       .paired = &bfloat16::kPaired,
+                                       .converting_to_pairs = &bfloat16::kConvertingToPairs,
+                                       .nibbles = &kNibbles<grouped::FewRows::kPlain>,
+                                       .integers = &kIntegers<grouped::FewRows::kPlain>};
 #endif
 
 #if defined(QUIRE_HAS_AMX) && QUIRE_LANES == 16
@@ -47,11 +54,10 @@ constexpr Functions kBFloat16Functions{kPanelWidth,
 
 // Panels of bfloat16 are paired by AMX itself. The processors that have it gain from prefetching for
 // few rows; without it a Zen 4 was measured to lose.
-constexpr Functions kAmxFunctions{kPanelWidth,
-                                  amx::kPlain,
-                                  &kConverting,
-                                  nullptr,
-                                  &bfloat16::kConvertingToPairs,
-                                  &kNibbles<grouped::FewRows::kPrefetch>,
-                                  &kIntegers<grouped::FewRows::kPrefetch>};
+constexpr Functions kAmxFunctions{.panel_width = kPanelWidth,
+                                  .plain = amx::kPlain,
+                                  .converting = &kConverting,
+                                  .converting_to_pairs = &bfloat16::kConvertingToPairs,
+                                  .nibbles = &kNibbles<grouped::FewRows::kPrefetch>,
+                                  .integers = &kIntegers<grouped::FewRows::kPrefetch>};
 #endif

@@ -6,6 +6,7 @@ namespace nibbles {
 struct NibbleStep {
   using Sum = Floats;
   static constexpr int64_t kInputs = 8, kNumberBytes = sizeof(BFloat16);
+  static constexpr float kCentre = 0.0f;
 
   // A shift moves the values of two inputs to the lowest bits of a number's halves, which select their
   // bfloat16: of the first and third input of four, or of the second and the fourth.
@@ -19,7 +20,7 @@ struct NibbleStep {
     add_pair<kRows, 12>(row + 12, places, left, right, sums);
   }
 
-  QUIRE_INLINE Floats as_floats(Floats sum, Floats) { return sum; }
+  QUIRE_INLINE Floats as_floats(Floats sum) { return sum; }
 
   // The inputs of a step in the order of `add`.
   static constexpr int kOrder[kInputs] = {0, 2, 1, 3, 4, 6, 5, 7};
