@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -558,6 +559,14 @@ async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
             await reading
     body: Any = raised.value.body
     assert body["error"]["type"] == "api_error"
+
+
+async def test_anthropics_client_reads_the_models(http: Http) -> None:
+    async with client_of(http) as client:
+        (model,) = [model async for model in client.models.list()]
+        assert model == await client.models.retrieve(model.id)
+    assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny")
+    assert abs(model.created_at.timestamp() - time.time()) < 600
 
 
 async def test_clients_present_their_key_as_anthropics(http: Http) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -51,7 +52,9 @@ class ModelRoutes:
     async def list_models(self, request: Request) -> dict[str, Any]:
         """List the served model."""
         self._context.tenant(request)
-        return {"object": "list", "data": [self._describe(self._tokenization.model(None))]}
+        model = self._describe(self._tokenization.model(None))
+        pages = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return {"object": "list", "data": [model], **pages}
 
     async def get_model(self, name: str, request: Request) -> dict[str, Any]:
         """Describe the served model."""
@@ -99,10 +102,14 @@ class ModelRoutes:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     def _describe(self, model: model_pb2.Model) -> dict[str, Any]:
+        """OpenAI's fields, vLLM's length, and Anthropic's fields."""
         return {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
             "max_model_len": model.max_model_len,
+            "type": "model",
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
         }

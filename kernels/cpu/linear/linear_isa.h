@@ -9,10 +9,10 @@
 #include "linear/converting.h"
 
 #if QUIRE_LANES == 8
-#include "linear/grouped.h"
-#include "linear/byte_products.h"
-#include "linear/integers.h"
-#include "linear/widened.h"
+#include "linear/quantized/grouped.h"
+#include "linear/quantized/byte_products.h"
+#include "linear/quantized/integers.h"
+#include "linear/quantized/widened.h"
 
 constexpr Functions kFunctions{.panel_width = kPanelWidth,
                                .plain = kPlain,
@@ -26,10 +26,10 @@ constexpr Functions kFunctions{
 
 #if defined(QUIRE_HAS_DOT_PRODUCTS) && QUIRE_LANES == 16
 #include "linear/bfloat16.h"
-#include "linear/grouped.h"
-#include "linear/dot_products.h"
-#include "linear/integers.h"
-#include "linear/nibbles.h"
+#include "linear/quantized/grouped.h"
+#include "linear/quantized/dot_products.h"
+#include "linear/quantized/integers.h"
+#include "linear/quantized/nibbles.h"
 
 constexpr Functions kVnniFunctions{.panel_width = kPanelWidth,
                                    .plain = kPlain,
