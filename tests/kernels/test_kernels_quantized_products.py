@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from implementations import ROUNDING
 
 from kernels.dispatch import Implementation, cpp_implementations
 from kernels.fused import Activation
@@ -24,8 +25,7 @@ _TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 def rounds_rows(weight: QuantizedWeight, implementation: Implementation) -> bool:
-    has_integers = implementation.isa >= Implementation.CPP_AVX512_VNNI.isa
-    return weight.int8_activations and (has_integers or implementation is Implementation.CPP_AVX2)
+    return weight.int8_activations and implementation in ROUNDING
 
 
 def random_weight(

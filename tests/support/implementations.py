@@ -10,6 +10,12 @@ WITHOUT_PRODUCTS: Final = cpp_implementations()[:3]
 OF_PRODUCTS: Final = tuple(
     one for one in cpp_implementations() if one != Implementation.CPP_AVX512_VNNI
 )
+# Their products of quantised weights round rows to 8 bits where they may.
+ROUNDING: Final = tuple(
+    one
+    for one in cpp_implementations()
+    if one == Implementation.CPP_AVX2 or one.isa >= Implementation.CPP_AVX512_VNNI.isa
+)
 # Of attention.
 OF_ATTENTION: Final = tuple(
     one

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from implementations import WITHOUT_PRODUCTS
+from implementations import ROUNDING
 from tiny_models import FAMILIES, MIXTURES, llama, qwen3, random_logits, random_network, save_model
 from torch import Tensor, nn
 from triton_devices import DEVICES
@@ -26,12 +26,9 @@ _CPU = torch.device("cpu")
 _TRITON = pytest.param(Implementation.TRITON, marks=DEVICES[0].marks)
 _PACKED = pytest.mark.parametrize("implementation", [*cpp_implementations()[-1:], _TRITON])
 # Of C++, one that multiplies rows as they are, and one that may round them to 8 bits.
+_WIDE = [one for one in cpp_implementations() if one not in ROUNDING]
 _IMPLEMENTATIONS = pytest.mark.parametrize(
-    "implementation",
-    [
-        *dict.fromkeys((Implementation.TORCH, *WITHOUT_PRODUCTS[-1:], *cpp_implementations()[-1:])),
-        _TRITON,
-    ],
+    "implementation", [Implementation.TORCH, *_WIDE[-1:], *ROUNDING[-1:], _TRITON]
 )
 
 
@@ -84,7 +81,7 @@ def test_models_compute_with_the_rounded_weights(
     assert counts["8-bit weights"] == 1
     assert counts["4-bit weights"] == len(weights) - 1
     tolerance = 1e-4
-    if implementation not in (Implementation.TORCH, *WITHOUT_PRODUCTS):
+    if implementation in (*ROUNDING, Implementation.TRITON):
         # A number near the middle of two integers is rounded to either.
         tolerance = 2e-2
         for layer in rounded.modules():
