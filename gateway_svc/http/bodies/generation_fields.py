@@ -33,7 +33,7 @@ class GenerationFields(HttpRequest):
     # By token id, as a text.
     logit_bias: dict[str, float] | None = None
 
-    # As vLLM has them; -1 are all tokens.
+    # As vLLM has them. A `top_k` of -1 stands for all tokens.
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None

@@ -12,7 +12,7 @@ from redis.asyncio.connection import Connection, SSLConnection
 from quire.service.addresses import Lookups
 from scheduler_svc.store.links.link import ServerLink
 
-# Of the time to connect, for each node of a cluster that is asked where the keys are.
+# Of the time to connect: for a name, and for each node of a cluster that is asked for the keys.
 _SHARE_OF_NODE: Final = 1 / 4
 # For other servers to respond, once one response is enough.
 _FOR_OTHERS_S: Final = 0.1

@@ -2,7 +2,7 @@
 // instruction set that has such products, after dot_products.h or byte_products.h.
 //
 // A row has one scale: its numbers are rounded to integers from -127 to 127. Sums of a group's products
-// are exact, and so those of its integers, as a group has at most 2^16 inputs.
+// are exact. So are those of its integers in float32: a group has at most 2^17 inputs.
 
 namespace integers {
 
