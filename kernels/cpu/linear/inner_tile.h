@@ -23,9 +23,12 @@ struct WideningStep {
   QUIRE_INLINE void add(Floats& sum, Floats x, Floats weights) { sum += x * weights; }
 };
 
-// Up to so many rows a tile is limited by memory. The hardware prefetcher keeps up with a panel;
-// instructions that do its work were measured to take time from it.
+// Up to so many rows a tile is limited by memory.
 constexpr int kFewRows = 4;
+
+// Whether such tiles prefetch the panel. A Zen 4 keeps up with panels by itself, and instructions that
+// do its work were measured to take time from it; a Zen 3, which has no AVX-512, gains from them.
+constexpr bool kFewRowsPrefetch = kLanes == 8;
 
 QUIRE_INLINE void prefetch_line(const char* line) { __builtin_prefetch(line, 0, 2); }
 
@@ -58,12 +61,19 @@ QUIRE_INLINE void multiply_tile(const char* rows, int64_t row_bytes, const char*
       asm("" : "+r"(group));
     }
   };
+  int64_t k = 0;
   if constexpr (kRows <= kFewRows) {
+    constexpr int64_t kSteps = 4, kBytes = kSteps * Step::kPanelBytes;
+    while (kFewRowsPrefetch && k + kSteps <= num_steps) {
+      for (int64_t line = 0; line < kBytes; line += kLine)
+        prefetch_line(panel + kShortDistance + line);
 #pragma GCC unroll 4
-    for (int64_t k = 0; k < num_steps; ++k) add();
+      for (const int64_t end = k + kSteps; k < end; ++k) add();
+    }
+#pragma GCC unroll 4
+    for (; k < num_steps; ++k) add();
     return;
   }
-  int64_t k = 0;
   for (const PrefetchSpan* span = prefetch.spans; k < num_steps; ++span) {
     const int64_t end = span->end, step = span->step;
     const char* due = span->due;

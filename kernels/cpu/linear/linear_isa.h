@@ -18,7 +18,7 @@ constexpr Functions kFunctions{.panel_width = kPanelWidth,
                                .plain = kPlain,
                                .converting = &kConverting,
                                .widened = &kWidened,
-                               .integers = &kIntegers<grouped::FewRows::kPlain>};
+                               .integers = &kIntegers<grouped::FewRows::kPrefetch>};
 #else
 constexpr Functions kFunctions{
     .panel_width = kPanelWidth, .plain = kPlain, .converting = &kConverting};

@@ -11,6 +11,9 @@ namespace quire::linear {
 
 constexpr int64_t kLine = 64;
 
+// What is read in order is prefetched so many bytes ahead.
+constexpr int64_t kShortDistance = 8 << 10;
+
 struct ByteRange {
   const char* begin = nullptr;
   int64_t bytes = 0;
@@ -72,8 +75,7 @@ class Prefetcher {
   }
 
  private:
-  static constexpr int64_t kShortDistance = 8 << 10, kLargestPanel = 512 << 10;
-  static constexpr int64_t kLargestPanelAhead = 48 << 10;
+  static constexpr int64_t kLargestPanel = 512 << 10, kLargestPanelAhead = 48 << 10;
 
   bool is_sequential() const {
     return num_tiles_ == 1 && (num_passes_ == 1 || panel_bytes_ > kLargestPanelAhead);
