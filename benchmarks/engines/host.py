@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from quire.launcher.child import with_death_signal
+
 _STOP_S = 20.0
 _LOG_LINES = 15
 
@@ -38,7 +40,7 @@ class Host:
         self._responses = os.fdopen(read_end)
         with self._log.open("w") as log, os.fdopen(write_end, "w"):
             self._process = subprocess.Popen(
-                [*command, str(job_file), str(write_end)],
+                with_death_signal([*command, str(job_file), str(write_end)]),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

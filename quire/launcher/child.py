@@ -136,7 +136,7 @@ def start_with_death_signal(
     output = _STDERR if log_file is None else os.open(log_file, append, 0o600)
     try:
         return subprocess.Popen(
-            [sys.executable, "-IS", parent_death_signal.__file__, str(os.getpid()), *command],
+            with_death_signal(command),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -147,6 +147,11 @@ def start_with_death_signal(
     finally:
         if output != _STDERR:
             os.close(output)
+
+
+def with_death_signal(command: Sequence[str]) -> list[str]:
+    """The command, killed when the thread that starts it ends. It keeps the process id."""
+    return [sys.executable, "-IS", parent_death_signal.__file__, str(os.getpid()), *command]
 
 
 def _describe(status: int) -> str:

@@ -1,8 +1,11 @@
 """A child process that executes commands, and its failures."""
 
+import asyncio
 import sys
+from pathlib import Path
 
 import pytest
+from waiting import until
 
 from benchmarks.engines.host import EngineError, Host
 
@@ -57,3 +60,33 @@ def test_an_error_at_the_start_includes_the_log(start):
 def test_a_child_that_exits_is_an_error(start):
     with start() as host, pytest.raises(EngineError, match="child has ended"):
         host.call("die")
+
+
+STARTER = """
+import sys
+from pathlib import Path
+from benchmarks.engines.host import Host
+
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+Host("child", [sys.executable, "-c", child], {}, Path(sys.argv[1]), {})
+"""
+
+
+async def test_a_child_that_starts_ends_with_a_killed_parent(tmp_path: Path) -> None:
+    """It does not read stdin yet, so it does not see its end."""
+    log = tmp_path / "child.log"
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", STARTER, str(tmp_path))
+    await until(lambda: log.exists() and log.read_text().endswith("\n"), "the child's start")
+    parent.kill()
+    await parent.wait()
+    child = int(log.read_text())
+    await until(lambda: _has_ended(child), "the child's end")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    # Its new parent may never wait for it.
+    return stat.rpartition(")")[2].split()[0] == "Z"
