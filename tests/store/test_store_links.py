@@ -148,7 +148,7 @@ async def retried(call: Callable[[], Awaitable[_Result]], within_s: float = 20) 
 
 async def use(store: Store, number: int) -> None:
     """Call everything that a leader calls, and repeat, as it does, what fails: the nodes of a
-    cluster agree on a new primary only by and by. Its pool and its record stay."""
+    cluster agree on a new primary only after a while. Its pool and its record stay."""
     key = RequestKey("tenant", f"request-{number}")
     record = RequestRecord(key, b"digest", (1, 2), b"", sequence_id=number)
     assert await retried(lambda: store.record([record], [False])) == [RecordOutcome.NEW]
