@@ -11,6 +11,9 @@ PYTEST_ARGS ?=
 # Test processes that `make test` runs at a time: more than two cores, because tests wait for the
 # services that they start.
 TEST_PROCESSES ?= 3
+# The tests of a file share what they start; tests/conftest.py sorts the files. pytest would wait for
+# ever after it replaced a process that crashed.
+IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Run by `make check` besides the linters; none of these starts a service or a model.
 CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/test_docs.py) \
   tests/service tests/store tests/scheduler
@@ -118,18 +121,18 @@ kernels: $(STUBS) ## Compile the C++ kernels unless they are built (a minute).
 	  || { tail -n 20 .cache/kernels.log; echo 'No C++ kernels: torch is used instead.'; }
 
 check: lint ## Run the linters and the fast tests (under a minute).
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS) $(CHECK_TESTS)
+	$(BIN)/python -m pytest -q $(IN_PROCESSES) $(PYTEST_ARGS) $(CHECK_TESTS)
 
 # Each of the processes that these start would compile all of Quire's modules otherwise.
 test test-slow demo chaos bench bench-gateway bench-scheduler: export PYTHONDONTWRITEBYTECODE :=
 
 test: kernels ## Run the tests (minutes).
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS)
 
 test-slow: kernels ## Run the long tests.
 	@$(MAKE) --no-print-directory kubernetes-tools \
 	  || echo 'The tools for Kubernetes could not be installed: the manifests are not rendered.'
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow $(IN_PROCESSES) $(PYTEST_ARGS)
 
 test-pythons: ## Run the tests on the other supported Pythons that are installed.
 	@run_tests() { \

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -57,6 +58,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In several processes the files that may take longest go first: one that began last would keep
+    its process busy alone. A file's tests are estimated by their timeouts."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    seconds: Counter[Path] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        seconds[item.path] += mark.args[0] if mark else int(item.config.getini("timeout"))
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_unconfigure() -> None:

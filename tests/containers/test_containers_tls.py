@@ -55,7 +55,8 @@ async def test_all_connections_have_tls(encrypted: ComposeProject, certificates:
     assert is_ready()
     for target in (project.target, project.second_target):
         with Client(target, tls=tls) as client:
-            output = client.generate("Return the number of", SamplingParams(max_tokens=4))
+            params = SamplingParams(max_tokens=4, ignore_eos=True)
+            output = client.generate("Return the number of", params)
         assert output.usage.completion_tokens == 4
         assert not serves(target)
     for name in ("scheduler", "scheduler-2", "worker"):
