@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias, TypeVar, Unpack, ove
 import grpc
 
 from quire.client.arguments import deadline
-from quire.client.concurrent_calls import MAX_CALLS
+from quire.client.concurrent_calls import AioCallLimit, run_each_aio
 from quire.client.conversations import Conversation
 from quire.client.errors import QuireError, translate_aio_errors
 from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
@@ -138,25 +138,13 @@ class AsyncClient:
     ) -> list[RequestOutput] | list[RequestOutput | Exception]:
         """Send all prompts concurrently; see `Client.generate_all`."""
         batch = PromptBatch(prompts, sampling_params, options, return_exceptions, on_end)
-        limit = asyncio.Semaphore(MAX_CALLS)
-
-        async def run(index: int, request: inference_pb2.GenerateRequest) -> None:
-            result: inference_pb2.GenerateResponse | QuireError
-            async with limit:
-                try:
-                    result = await self._call(
-                        lambda target: self._inference(target).Generate, request, timeout_s
-                    )
-                except QuireError as error:
-                    result = error
-            batch.take(index, result)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, request in enumerate(batch.requests):
-                    group.create_task(run(index, request))
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        await run_each_aio(
+            lambda request, limit: self._call(
+                lambda target: self._inference(target).Generate, request, timeout_s, limit
+            ),
+            batch.requests,
+            batch.take,
+        )
         return batch.results
 
     def stream_generate(
@@ -256,19 +244,24 @@ class AsyncClient:
         method_for: "_StubMethodFor[_Request, _Response]",
         request: _Request,
         timeout_s: float | None,
+        limit: AioCallLimit | None = None,
     ) -> _Response:
         retry_policy = self._retry_policy(timeout_s)
+        limit = limit or AioCallLimit()
         while True:
-            timeout = retry_policy.begin_attempt()
-            method = method_for(retry_policy.target)
-            try:
-                with translate_aio_errors(retry_policy.target, lambda: self._closed):
-                    response = await method(request, timeout=timeout, metadata=self._metadata)
-            except QuireError as error:
-                await asyncio.sleep(retry_policy.backoff_s(error))
-            else:
-                retry_policy.record_progress()
-                return response
+            async with limit.attempt() as halvings_before:
+                timeout = retry_policy.begin_attempt()
+                method = method_for(retry_policy.target)
+                try:
+                    with translate_aio_errors(retry_policy.target, lambda: self._closed):
+                        response = await method(request, timeout=timeout, metadata=self._metadata)
+                except QuireError as error:
+                    backoff_s = retry_policy.backoff_s(error)
+                    limit.halve(halvings_before)
+                else:
+                    retry_policy.record_progress()
+                    return response
+            await asyncio.sleep(backoff_s)
 
     async def _stream(self, stream: ResumableStream) -> AsyncGenerator[RequestDelta, None]:
         call = None

@@ -1,10 +1,11 @@
 """Concurrent unary calls, each with its own retries, without a thread per call."""
 
+import asyncio
 import heapq
 import queue
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Generic, TypeAlias, TypeVar
 
 import grpc
@@ -24,12 +25,81 @@ _Response = TypeVar("_Response")
 StubMethodFor: TypeAlias = "Callable[[str], grpc.UnaryUnaryMultiCallable[_Request, _Response]]"
 
 
-class ConcurrentCalls(Generic[_Request, _Response]):
-    """Unary calls of one method, each with its retry policy.
+class CallLimit:
+    """How many calls may run at once: half as many whenever calls fail and are retried. This
+    process, or the server, may be too slow for so many, so that it does not respond to the pings of
+    the connection."""
 
-    If calls fail and are retried, there are half as many at once from then on: this process, or the
-    server, may be too slow for so many, so that it does not respond to the pings of the connection.
-    """
+    def __init__(self) -> None:
+        self.max_calls = MAX_CALLS
+        self.num_halvings = 0
+
+    def halve(self, halvings_before: int) -> int:
+        """Take a failed call, with the number of halvings at its begin: calls that fail together
+        halve the limit once. Returns by how much it fell."""
+        if halvings_before != self.num_halvings:
+            return 0
+        before = self.max_calls
+        self.num_halvings += 1
+        self.max_calls = max(before // 2, min(_MIN_CALLS, MAX_CALLS))
+        return before - self.max_calls
+
+
+class AioCallLimit:
+    """A `CallLimit` that attempts of calls wait for, in their order."""
+
+    def __init__(self) -> None:
+        self._limit = CallLimit()
+        self._free = asyncio.Semaphore(MAX_CALLS)
+        # Of calls that began before the limit fell.
+        self._excess = 0
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[int]:
+        """Wait for room. Yields what `halve` needs if the call fails."""
+        await self._free.acquire()
+        try:
+            yield self._limit.num_halvings
+        finally:
+            if self._excess:
+                self._excess -= 1
+            else:
+                self._free.release()
+
+    def halve(self, halvings_before: int) -> None:
+        self._excess += self._limit.halve(halvings_before)
+
+
+async def run_each_aio(
+    call: "Callable[[_Request, AioCallLimit], Awaitable[_Response]]",
+    requests: Sequence[_Request],
+    on_end: Callable[[int, _Response | QuireError], object],
+) -> None:
+    """`ConcurrentCalls.run_each` for asyncio. `call` retries by itself, within the limit."""
+    # Those that wait for a retry count, too: others would only wait with them.
+    begun = asyncio.Semaphore(MAX_CALLS)
+    limit = AioCallLimit()
+
+    async def run(index: int, request: _Request) -> None:
+        result: _Response | QuireError
+        async with begun:
+            try:
+                result = await call(request, limit)
+            except QuireError as error:
+                result = error
+        on_end(index, result)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                group.create_task(run(index, request))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+class ConcurrentCalls(Generic[_Request, _Response]):
+    """Unary calls of one method, each with its retry policy; at once as many as a `CallLimit`
+    allows."""
 
     def __init__(
         self,
@@ -43,11 +113,9 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         self._retry_policies = retry_policies
         self._metadata = metadata
         self._calls: dict[int, grpc.Future[_Response]] = {}
-        self._max_calls = MAX_CALLS
+        self._limit = CallLimit()
         self._num_running = 0
-        # How often the limit was halved, and how often before each call's last attempt: calls that
-        # fail together halve it once.
-        self._num_halvings = 0
+        # How often the limit was halved before each call's last attempt.
         self._halvings_before: dict[int, int] = {}
         # Indices of ended calls; times and indices of retries.
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -77,7 +145,7 @@ class ConcurrentCalls(Generic[_Request, _Response]):
                 while self._has_room and self._due and self._due[0][0] <= time.monotonic():
                     self._start(heapq.heappop(self._due)[1])
                 # Those that wait for a retry count, too: others would only wait with them.
-                at_most = min(num_ended + self._max_calls, len(self._requests))
+                at_most = min(num_ended + self._limit.max_calls, len(self._requests))
                 while self._has_room and num_begun < at_most:
                     self._start(num_begun)
                     num_begun += 1
@@ -93,11 +161,11 @@ class ConcurrentCalls(Generic[_Request, _Response]):
 
     @property
     def _has_room(self) -> bool:
-        return self._num_running < self._max_calls
+        return self._num_running < self._limit.max_calls
 
     def _start(self, index: int) -> None:
         self._num_running += 1
-        self._halvings_before[index] = self._num_halvings
+        self._halvings_before[index] = self._limit.num_halvings
         retry_policy = self._retry_policies[index]
         try:
             timeout = retry_policy.begin_attempt()
@@ -129,9 +197,7 @@ class ConcurrentCalls(Generic[_Request, _Response]):
             delay_s = self._retry_policies[index].backoff_s(error)
         except QuireError as final:
             return final
-        if self._halvings_before[index] == self._num_halvings:
-            self._num_halvings += 1
-            self._max_calls = max(self._max_calls // 2, min(_MIN_CALLS, MAX_CALLS))
+        self._limit.halve(self._halvings_before[index])
         heapq.heappush(self._due, (time.monotonic() + delay_s, index))
         return None
 

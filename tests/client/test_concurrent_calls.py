@@ -1,5 +1,6 @@
 """How many calls are in progress at once. The calls are scripted."""
 
+import asyncio
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,8 @@ import grpc
 import pytest
 
 from quire.client import concurrent_calls
-from quire.client.concurrent_calls import ConcurrentCalls
+from quire.client.concurrent_calls import AioCallLimit, ConcurrentCalls, run_each_aio
+from quire.client.errors import UnavailableError
 from quire.client.retry_policy import RetryPolicy
 from quire.client.targets import Targets
 
@@ -97,3 +99,58 @@ def test_calls_that_fail_together_halve_the_number_at_once(
     assert calls.run() == list(range(40))
     assert server.most == 8
     assert server.after_failures == expected
+
+
+@pytest.mark.parametrize(("num_failing", "expected"), [(0, 8), (1, 4), (8, 4), (12, 2)])
+async def test_calls_of_asyncio_that_fail_together_halve_their_number_too(
+    monkeypatch: pytest.MonkeyPatch, num_failing: int, expected: int
+) -> None:
+    monkeypatch.setattr(concurrent_calls, "MAX_CALLS", 8)
+    monkeypatch.setattr(concurrent_calls, "_MIN_CALLS", 2)
+    running, most, after_failures, failures = 0, 0, 0, num_failing
+
+    async def call(request: int, limit: AioCallLimit) -> int:
+        nonlocal running, most, after_failures, failures
+        while True:
+            async with limit.attempt() as halvings_before:
+                running += 1
+                most = max(most, running)
+                if not failures:
+                    after_failures = max(after_failures, running)
+                # All that may begin do.
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                running -= 1
+                if not failures:
+                    return request
+                failures -= 1
+                limit.halve(halvings_before)
+
+    results: dict[int, object] = {}
+    await run_each_aio(call, range(40), results.__setitem__)
+    assert results == {index: index for index in range(40)}
+    assert most == 8
+    assert after_failures == expected
+
+
+async def test_a_failure_that_is_not_taken_cancels_the_other_calls() -> None:
+    cancelled = 0
+
+    async def call(request: int, _: AioCallLimit) -> int:
+        nonlocal cancelled
+        if request == 3:
+            raise UnavailableError(grpc.StatusCode.UNAVAILABLE, "broken")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled += 1
+            raise
+        return request
+
+    def take(index: int, result: object) -> None:
+        if isinstance(result, Exception):
+            raise result
+
+    with pytest.raises(UnavailableError, match="broken"):
+        await run_each_aio(call, range(6), take)
+    assert cancelled == 5
