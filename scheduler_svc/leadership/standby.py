@@ -168,7 +168,7 @@ class Standby:
             if self.redis_error not in self._reasons:
                 # Logged once, not at every attempt: reasons may alternate.
                 self._reasons.add(self.redis_error)
-                log.error("Redis unavailable", reason=self.redis_error)
+                log.error("Redis unavailable", shard=self._shard, reason=self.redis_error)
             return None
 
     def _note(self, leader: StoredLeader | None) -> None:

@@ -11,6 +11,7 @@ _HUGE_PAGE: Final = 2**21
 # Copied at once, into memory that is then put in the place of the file.
 _CHUNK: Final = 8 * _HUGE_PAGE
 _PROT_NONE: Final = 0
+_ANONYMOUS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FIXED: Final = 0x10
 _MREMAP_MAYMOVE_FIXED: Final = 1 | 2
 _MADV_HUGEPAGE: Final = 14
@@ -37,7 +38,7 @@ class Mapping:
 
     def __del__(self) -> None:
         if hasattr(self, "address"):
-            _LIBC.munmap(ctypes.c_void_p(self._reserved), ctypes.c_size_t(self._size + _HUGE_PAGE))
+            _unmap(self._reserved, self._reserved + self._size + _HUGE_PAGE)
 
     def read_ahead(self) -> None:
         """Read all pages, so that no step waits for one. Releases the interpreter."""
@@ -57,21 +58,30 @@ class Mapping:
 
     def _copy(self, address: int, size: int, num_bytes: int) -> None:
         reserved = _reserve(size + _HUGE_PAGE)
+        reserved_end = reserved + size + _HUGE_PAGE
         copy = -(-reserved // _HUGE_PAGE) * _HUGE_PAGE
         try:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-            _mmap(copy, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1)
+            _mmap(copy, size, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS | _MAP_FIXED, -1)
             _LIBC.madvise(ctypes.c_void_p(copy), ctypes.c_size_t(size), _MADV_HUGEPAGE)
             ctypes.memmove(copy, address, num_bytes)
             # The kernel replaces the mapping in one step: a reader sees the file or the copy.
             _mremap(copy, size, address)
-        finally:
-            _LIBC.munmap(ctypes.c_void_p(reserved), ctypes.c_size_t(size + _HUGE_PAGE))
+        except OSError:
+            _unmap(reserved, reserved_end)
+            raise
+        # Not what the copy has left: another thread may have mapped its stack there since.
+        _unmap(reserved, copy)
+        _unmap(copy + size, reserved_end)
 
 
 def _reserve(size: int) -> int:
     """Addresses that nothing else gets."""
-    return _mmap(None, size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    return _mmap(None, size, _PROT_NONE, _ANONYMOUS, -1)
+
+
+def _unmap(begin: int, end: int) -> None:
+    if begin < end:
+        _LIBC.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin))
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:

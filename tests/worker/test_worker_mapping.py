@@ -1,0 +1,62 @@
+"""Files in huge pages, in a process whose other threads map memory meanwhile."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker_svc.packed import mapping
+from worker_svc.packed.mapping import Mapping
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps files as on Linux")
+
+
+def mapped_at(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("size", [1, 2**21, 2**24 + 5])
+def test_memory_that_takes_the_place_of_the_copy_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The addresses that the copy leaves are free at once: another thread's stack may be there."""
+    file = tmp_path / "weights"
+    file.write_bytes(b"7" * size)
+    move = mapping._mremap
+    others: list[tuple[int, int]] = []
+
+    def move_and_map(old: int, size: int, new: int) -> int:
+        moved = move(old, size, new)
+        others.append((mapping._mmap(old, size, 0, mapping._ANONYMOUS | mapping._MAP_FIXED, -1), size))
+        return moved
+
+    monkeypatch.setattr(mapping, "_mremap", move_and_map)
+    mapped = Mapping(file)
+    mapped.copy_to_huge_pages()
+    assert len(others) == -(-size // mapping._CHUNK)
+    for address, length in others:
+        assert mapped_at(address)
+        assert mapped_at(address + length - 1)
+        mapping._unmap(address, address + length)
+
+
+def test_only_the_copy_stays_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"7" * (2**24 + 5))
+    mapped = Mapping(file)
+    before = _mapped_bytes()
+    mapped.copy_to_huge_pages()
+    assert _mapped_bytes() == before
+    begin, end = mapped.address, mapped.address + mapped.num_bytes
+    assert mapped_at(begin)
+    del mapped
+    assert not mapped_at(begin)
+    assert not mapped_at(end)
+
+
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0])
