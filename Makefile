@@ -132,7 +132,7 @@ test: kernels ## Run the tests (minutes).
 test-slow: kernels ## Run the long tests.
 	@$(MAKE) --no-print-directory kubernetes-tools \
 	  || echo 'The tools for Kubernetes could not be installed: the manifests are not rendered.'
-	$(BIN)/python -m pytest -m slow $(IN_PROCESSES) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --timeout 300 $(IN_PROCESSES) $(PYTEST_ARGS)
 
 test-pythons: ## Run the tests on the other supported Pythons that are installed.
 	@run_tests() { \

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -66,10 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     its process busy alone. A file's tests are estimated by their timeouts."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    seconds: Counter[Path] = Counter()
+    seconds: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         mark = item.get_closest_marker("timeout")
-        seconds[item.path] += mark.args[0] if mark else int(item.config.getini("timeout"))
+        default = item.config.getoption("timeout") or item.config.getini("timeout")
+        seconds[item.path] += mark.args[0] if mark else float(default)
     items.sort(key=lambda item: -seconds[item.path])
 
 
