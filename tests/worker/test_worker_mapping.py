@@ -31,7 +31,9 @@ def test_memory_that_takes_the_place_of_the_copy_stays(
 
     def move_and_map(old: int, size: int, new: int) -> int:
         moved = move(old, size, new)
-        others.append((mapping._mmap(old, size, 0, mapping._ANONYMOUS | mapping._MAP_FIXED, -1), size))
+        others.append(
+            (mapping._mmap(old, size, 0, mapping._ANONYMOUS | mapping._MAP_FIXED, -1), size)
+        )
         return moved
 
     monkeypatch.setattr(mapping, "_mremap", move_and_map)
