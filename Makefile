@@ -11,8 +11,8 @@ PYTEST_ARGS ?=
 # Test processes that `make test` runs at a time: more than two cores, because tests wait for the
 # services that they start.
 TEST_PROCESSES ?= 3
-# The tests of a file share what they start; tests/conftest.py sorts the files. pytest would wait for
-# ever after it replaced a process that crashed.
+# The tests of a file share what they start; tests/conftest.py sorts the files. pytest-xdist
+# would replace a process that has crashed, and then wait for ever.
 IN_PROCESSES := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Run by `make check` besides the linters; none of these starts a service or a model.
 CHECK_TESTS := $(wildcard tests/test_architecture.py tests/test_words.py tests/test_docs.py) \

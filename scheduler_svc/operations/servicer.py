@@ -94,8 +94,8 @@ class OperationsServicer(operations_pb2_grpc.OperationsServiceServicer):
         assert membership is not None
         present = membership.map.num_shards
         if not present <= request.num_shards <= MAX_SHARDS:
-            given = f"(got {request.num_shards})"
-            message = f"must be from {present}, the present number, to {MAX_SHARDS} {given}"
+            limits = f"from {present}, the present number, to {MAX_SHARDS}"
+            message = f"must be {limits} (got {request.num_shards})"
             await abort(context, invalid("num_shards", "NUM_SHARDS_OUT_OF_RANGE", message))
         try:
             await led.add_shards(request.num_shards)

@@ -38,7 +38,8 @@ class ScriptedScheduler(operations_pb2_grpc.OperationsServiceServicer):
     def SetNumShards(self, request, context):  # noqa: N802
         self._check_lead(0, context)
         if request.num_shards < self.num_shards:
-            message = f"must be from {self.num_shards}, the present number, to 128"
+            limits = f"from {self.num_shards}, the present number, to 128"
+            message = f"must be {limits} (got {request.num_shards})"
             error = invalid("num_shards", "NUM_SHARDS_OUT_OF_RANGE", message)
             context.abort_with_status(rpc_status.to_status(error.to_status()))
         self.num_shards = request.num_shards

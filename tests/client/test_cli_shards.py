@@ -112,7 +112,8 @@ def test_a_lower_number_is_refused_with_the_present_one(two: list[ScriptedSchedu
         result = quire("shards", "1", "--target", scheduler.address)
         assert result.exit_code == 1
         assert result.stderr == (
-            "quire: INVALID_ARGUMENT: num_shards: must be from 2, the present number, to 128\n"
+            "quire: INVALID_ARGUMENT: num_shards: must be from 2, the present number, to 128"
+            " (got 1)\n"
         )
 
 

@@ -245,6 +245,7 @@ async def test_the_number_of_shards_is_raised_while_requests_run(stack: Stack) -
             await set_num_shards(stack.member, refused)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert info_of(caught.value).reason == "NUM_SHARDS_OUT_OF_RANGE"
+        assert f"(got {refused})" in (caught.value.details() or "")
 
 
 @pytest.mark.slow
