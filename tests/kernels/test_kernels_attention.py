@@ -10,6 +10,7 @@ from implementations import OF_ATTENTION
 from kernel_internals import attention_items
 from paged_cases import FP8, PagedCase, paged_case, relative_rms, threads
 from pairwise import pairwise
+from torch import Tensor
 
 from kernels.attention import paged_attention, paged_attention_reference
 from kernels.dispatch import Implementation, cpp_implementations
@@ -252,6 +253,45 @@ def test_lengths_at_the_edges_of_partitions(query_len: int) -> None:
         assert_all_equal_the_reference(case, options, (None, 1000, 128, 64, 63, 17))
 
 
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("dtypes", [_SINGLE, _HALVES[1], _EIGHT_BITS[0]], ids=str)
+def test_few_rows_do_not_depend_on_their_batch_or_on_threads(
+    dtypes: tuple[torch.dtype, torch.dtype], window: int | None
+) -> None:
+    """Lengths of one, two and more partitions; a sequence alone is divided among threads."""
+    query_lens, seq_lens = [1, 1, 3, 1, 1], [63, 128, 300, 1500, 127]
+    case = paged_case(query_lens, seq_lens, 16, (8, 4), 64).to(*dtypes)
+    batch, starts = case.batch, case.batch.query_start_loc.tolist()
+    for implementation in implementations(dtypes[0]):
+        if not implementation.is_cpp:
+            continue
+
+        def attend(
+            first: int, end: int, num_threads: int, by: Implementation = implementation
+        ) -> Tensor:
+            query = case.query[starts[first] : starts[end]]
+            rows = replace(
+                batch,
+                block_table=batch.block_table[first:end],
+                query_start_loc=batch.query_start_loc[first : end + 1] - starts[first],
+                seq_lens=batch.seq_lens[first:end],
+            )
+            with threads(num_threads):
+                return paged_attention(
+                    *(query, case.k_cache, case.v_cache, rows),
+                    scale=_SCALE,
+                    sliding_window=window,
+                    implementation=by,
+                )
+
+        expected = attend(0, len(seq_lens), 1)
+        for num_threads in (1, 2, 5):
+            assert attend(0, len(seq_lens), num_threads).equal(expected)
+            for seq in range(len(seq_lens)):
+                alone = attend(seq, seq + 1, num_threads)
+                assert alone.equal(expected[starts[seq] : starts[seq + 1]]), (seq, num_threads)
+
+
 def test_a_few_long_sequences_are_partitioned_by_itself() -> None:
     assert_all_equal_the_reference(paged_case([1, 1], [3000, 40], 16, (8, 4), 64), {})
 
@@ -297,7 +337,7 @@ def test_rows_that_see_nothing_of_the_first_tile(
             query_lens, seq_lens, heads, head_dim, window, 0, torch.get_num_threads()
         )
         # Tokens of items that are not partitioned.
-        wholes = [numbers[i + 4] for i in range(0, len(numbers), 8) if numbers[i + 7] == -1]
+        wholes = [numbers[i + 4] for i in range(0, len(numbers), 9) if numbers[i + 8] == -1]
         assert max(wholes) > 128 + window
     case = paged_case(query_lens, seq_lens, 16, heads, head_dim).to(*dtypes)
     for sinks in (None, torch.linspace(-2, 3, 4)):

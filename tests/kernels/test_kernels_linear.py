@@ -1,5 +1,7 @@
 """Products with packed weights: every C++ implementation against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from implementations import OF_PRODUCTS
@@ -262,6 +264,13 @@ def test_products_are_joined(
         assert part.equal(product(states))
     rows = [product.weight.rows(torch.arange(product.weight.num_outputs)) for product in products]
     assert joined.weight.rows(torch.arange(sum(counts))).equal(torch.cat(rows))
+
+
+def test_panels_that_are_not_aligned_are_refused(implementation: Implementation) -> None:
+    weight = PackedWeight.of(torch.randn(24, 40), implementation)
+    unaligned = torch.empty(weight.panels.numel() + 1)[1:].view_as(weight.panels)
+    with pytest.raises(RuntimeError, match="panels must be aligned"):
+        linear(torch.randn(1, 40), replace(weight, panels=unaligned))
 
 
 @pytest.mark.parametrize("num_inputs", [39, 41])

@@ -5,7 +5,13 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_internals import attention_items, choose_partition_keys
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_internals import (
+    attention_items,
+    choose_packed_partition,
+    choose_streamed_partition,
+)
 
 from kernels.dispatch import cpp_implementations
 
@@ -21,7 +27,12 @@ class Item:
     num_tokens: int
     first_key: int
     end_key: int
-    partial: int
+    partition_keys: int
+    first_partial: int
+
+    @property
+    def num_partitions(self) -> int:
+        return max(1, -(-(self.end_key - self.first_key) // self.partition_keys))
 
 
 def items(
@@ -36,7 +47,12 @@ def items(
     numbers = attention_items(
         query_lens, seq_lens, heads, head_dim, window, partition_keys, num_threads
     )
-    return [Item(*numbers[i : i + 8]) for i in range(0, len(numbers), 8)]
+    return [Item(*numbers[i : i + 9]) for i in range(0, len(numbers), 9)]
+
+
+def partials_of(work: list[Item]) -> list[int]:
+    divided = [item for item in work if item.first_partial >= 0]
+    return [item.first_partial + n for item in divided for n in range(item.num_partitions)]
 
 
 @pytest.mark.parametrize("partition_keys", [0, 1, 64])
@@ -86,12 +102,12 @@ def test_one_short_prompt_keeps_all_threads_busy() -> None:
 
 @pytest.mark.parametrize("num_tokens", [200, 300, 512])
 def test_a_prompt_is_not_partitioned_where_its_rows_are_work_for_all(num_tokens: int) -> None:
-    assert {item.partial for item in items([num_tokens], [num_tokens])} == {-1}
+    assert {item.first_partial for item in items([num_tokens], [num_tokens])} == {-1}
 
 
-def test_decoded_tokens_of_many_sequences_are_not_partitioned() -> None:
+def test_decoded_tokens_of_many_sequences_are_not_divided() -> None:
     work = items([1] * 64, [200] * 64)
-    assert [item.partial for item in work] == [-1] * 64
+    assert [item.first_partial for item in work] == [-1] * 64
     assert {(item.first_head, item.num_heads) for item in work} == {(0, 4)}
 
 
@@ -101,20 +117,62 @@ def test_one_long_sequence_keeps_all_threads_busy(num_threads: int) -> None:
     assert len(work) >= num_threads
     keys = [item.end_key - item.first_key for item in work]
     assert max(keys) <= 16_384 / num_threads
-    assert sorted(item.partial for item in work) == list(range(len(work)))
+    assert sorted(partials_of(work)) == list(range(64))
 
 
 @pytest.mark.parametrize(
     ("num_threads", "parts"),
     [(2, {(0, 2), (2, 2)}), (3, {(0, 1), (1, 1), (2, 2)}), (8, {(n, 1) for n in range(4)})],
 )
-@pytest.mark.parametrize("num_keys", [1, 200, 1000])
+@pytest.mark.parametrize("num_keys", [1, 127])
 def test_one_short_sequence_is_divided_by_its_heads(
     num_keys: int, num_threads: int, parts: set[tuple[int, int]]
 ) -> None:
     work = items([1], [num_keys], num_threads=num_threads)
     assert {(item.first_head, item.num_heads) for item in work} == parts
-    assert {(item.first_key, item.end_key, item.partial) for item in work} == {(0, num_keys, -1)}
+    keys = {(item.first_key, item.end_key, item.first_partial) for item in work}
+    assert keys == {(0, num_keys, -1)}
+
+
+def test_one_sequence_is_divided_by_its_keys_then_by_its_heads() -> None:
+    """Two partitions of 200 keys, the second of which is smaller."""
+    halves = [(0, 4, 0, 112, 0), (0, 4, 112, 200, 1)]
+    quarters = [(0, 2, 0, 112, 0), (2, 2, 0, 112, 2), (0, 2, 112, 200, 1), (2, 2, 112, 200, 3)]
+    for num_threads, parts in ((2, halves), (3, quarters), (4, quarters)):
+        work = items([1], [200], num_threads=num_threads)
+        assert {i.partition_keys for i in work} == {112}
+        divided = [
+            (i.first_head, i.num_heads, i.first_key, i.end_key, i.first_partial) for i in work
+        ]
+        assert divided == parts
+    assert len(items([1], [200], num_threads=8)) == 8
+
+
+@given(
+    num_keys=st.integers(1, 40_000),
+    others=st.lists(st.integers(0, 40_000), max_size=5),
+    num_threads=st.integers(1, 64),
+    num_tokens=st.integers(1, 4),
+)
+def test_partitions_of_few_rows_depend_on_their_keys_alone(
+    num_keys: int, others: list[int], num_threads: int, num_tokens: int
+) -> None:
+    query_lens = [min(num_tokens, num_keys)] + [1] * len(others)
+    work = items(query_lens, [num_keys, *others], num_threads=num_threads)
+    assert {i.partition_keys for i in work if i.seq == 0} == {choose_streamed_partition(num_keys)}
+    for item in work:
+        # Of whole partitions.
+        assert item.first_key % item.partition_keys == 0
+        is_last = item.end_key == [num_keys, *others][item.seq]
+        assert is_last or item.end_key % item.partition_keys == 0
+    assert len(set(partials_of(work))) == len(partials_of(work))
+
+
+def test_partitions_of_few_rows() -> None:
+    chosen = {keys: choose_streamed_partition(keys) for keys in (1, 127, 128, 200, 511, 512, 2048)}
+    assert chosen == {1: 1, 127: 127, 128: 64, 200: 112, 511: 256, 512: 128, 2048: 128}
+    # At most 64.
+    assert choose_streamed_partition(64_000) == 1008
 
 
 def test_short_sequences_that_are_shares_of_a_thread_are_not_divided() -> None:
@@ -127,8 +185,9 @@ def test_one_thread_shares_nothing() -> None:
     assert [item.num_tokens for item in items([250], [250], num_threads=1)] == 4 * [250]
 
 
-def test_one_thread_partitions_nothing() -> None:
-    assert [item.partial for item in items([1, 1], [16_384, 3], num_threads=1)] == [-1, -1]
+def test_one_thread_divides_nothing() -> None:
+    work = items([1, 1], [16_384, 3], num_threads=1)
+    assert [item.first_partial for item in work] == [-1, -1]
 
 
 def test_the_costly_come_first() -> None:
@@ -137,16 +196,14 @@ def test_the_costly_come_first() -> None:
     assert costs == sorted(costs, reverse=True)
 
 
-def test_partitions_are_as_many_as_waiting_demands() -> None:
-    def choose(num_keys: int, share: float, num_threads: int) -> int:
-        return choose_partition_keys(num_keys, share, 1.0, num_threads)
-
+def test_partitions_of_many_rows_are_as_many_as_waiting_demands() -> None:
+    choose = choose_packed_partition
     # Alone on one thread, or a small share of all work: whole.
     assert choose(8192, 1.0, 1) == 8192
-    assert choose(8192, 0.1, 2) == 8192
+    assert choose(8192, 0.2, 2) == 8192
     # Four shares per thread.
-    assert choose(8192, 0.99, 2) == 1024
+    assert choose(8192, 1.98, 2) == 1024
     # Not below what merging is worth.
-    assert choose(1000, 0.99, 16) == 256
+    assert choose(1000, 15.8, 16) == 256
     for num_keys, share, num_threads in product((1, 255, 257, 10_000), (0.01, 0.6), (1, 2, 64)):
-        assert choose(num_keys, share, num_threads) >= 1
+        assert choose(num_keys, share * num_threads, num_threads) >= 1

@@ -29,10 +29,17 @@ def attention_items(
     return _numbers("attention_items", starts, seq_lens, len(seq_lens), *numbers)
 
 
-def choose_partition_keys(num_keys: int, cost: float, total: float, num_threads: int) -> int:
-    choose = _library().choose_partition_keys
+def choose_packed_partition(num_keys: int, shares: float, num_threads: int) -> int:
+    choose = _library().choose_packed_partition
     choose.restype = c_int64
-    chosen: int = choose(c_int64(num_keys), c_double(cost), c_double(total), c_int64(num_threads))
+    chosen: int = choose(c_int64(num_keys), c_double(shares), c_int64(num_threads))
+    return chosen
+
+
+def choose_streamed_partition(num_keys: int) -> int:
+    choose = _library().choose_streamed_partition
+    choose.restype = c_int64
+    chosen: int = choose(c_int64(num_keys))
     return chosen
 
 

@@ -2,6 +2,7 @@
 // has for it. Independent of torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "isa/isa.h"
@@ -29,21 +30,35 @@ struct AttentionCall {
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };
 
-// Queries of one sequence and a range of its keys: a chunk of the attention stage.
+// The most rows per key head for which keys and values are streamed.
+constexpr int64_t kMostStreamedRows = 8;
+
+// Queries of one sequence and a range of its keys: a chunk of the attention stage. Each partition of
+// the keys yields a partial, and the partials of a row are merged, in the order of keys.
 struct WorkItem {
   int64_t seq;
   int64_t first_head, num_heads;    // key heads
   int64_t first_token, num_tokens;  // of the sequence's queries
-  int64_t first_key, end_key;       // of the sequence's keys
-  int64_t partial;                  // its index among the partials; -1 if it has all keys
-  double cost;
+  int64_t first_key, end_key;       // of the sequence's keys: whole partitions
+  int64_t partition_keys;           // of every partition but the last
+  // The index of its first partial; -1: it has all keys, and merges its partials itself.
+  int64_t first_partial = -1;
+  double cost = 0;
+
+  int64_t num_keys() const { return end_key - first_key; }
+  int64_t num_partitions() const {
+    return std::max<int64_t>((num_keys() + partition_keys - 1) / partition_keys, 1);
+  }
+  // The end of the partition that `key` is in.
+  int64_t partition_end(int64_t key) const {
+    return std::min(key - (key - first_key) % partition_keys + partition_keys, end_key);
+  }
 };
 
-// The partials of the same outputs, which are merged: those of `count` consecutive items, into which
-// `whole` was divided by its keys.
+// Partials to be merged: all those of `whole`, of which several items have parts.
 struct Merge {
   WorkItem whole;
-  int64_t first_partial, count;
+  int64_t first_partial;
 };
 
 // New keys or values, and the slots of a cache that they are written to.
@@ -57,7 +72,7 @@ struct KvWrite {
 struct Functions {
   // Floats of scratch memory that an item needs.
   int64_t (*scratch_floats)(const AttentionCall&, const WorkItem&);
-  // Computes an item, and writes the output or, for a partial, sums, maxima and totals.
+  // Computes an item, and writes the output or partials: sums, maxima and totals.
   void (*attend)(const AttentionCall&, const WorkItem&, float* scratch, float* partials,
                  int64_t partial_floats);
   void (*merge)(const AttentionCall&, const Merge&, float* scratch, const float* partials,

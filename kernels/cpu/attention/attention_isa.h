@@ -23,11 +23,11 @@ static void attend(ItemRows& rows, float* scratch) {
 
 static void attend(const AttentionCall& call, const WorkItem& item, float* scratch,
                    float* partials, int64_t partial_floats) {
-  ItemRows rows(call, item, false, scratch);
+  ItemRows rows(call, item, false, scratch, partials, partial_floats);
   visit_any(call.keys.format, [&](auto number) {
     attend<Widened, WidenedTile, decltype(number)>(rows, scratch);
   });
-  rows.write(partials, partial_floats);
+  rows.end_item();
 }
 
 constexpr Functions kFunctions{scratch_floats, attend, merge, write};

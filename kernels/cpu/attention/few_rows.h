@@ -61,11 +61,17 @@ class FewRowsAttention {
   }
 
   void run() {
-    for (int64_t key = item_.first_key; key < item_.end_key; key += kStreamedKeys) {
+    int64_t partition_end = item_.partition_end(item_.first_key);
+    for (int64_t key = item_.first_key; key < item_.end_key; key += tile_.num_keys) {
       tile_.find(call_, item_, key);
       if (key == item_.first_key) keys_due(0, ahead_).prefetch_all();
       seen_ = {seen(0).begin, seen(layout_.rows - 1).end};
       attend_tile();
+      if (key == partition_end) {
+        order_sums();
+        rows_.end_partition();
+        partition_end = item_.partition_end(key);
+      }
       update_rows();
       std::swap(scores_, weights_);
       previous_ = tile_;

@@ -10,7 +10,8 @@
 struct Layout {
   bool is_streamed, is_paired;
   int64_t rows, padded_rows, query_stride, sum_stride, tile_keys;
-  int64_t queries, sums, scores, score_floats, zeros, key_panels, value_panels, states, end;
+  int64_t queries, sums, scores, score_floats, zeros, key_panels, value_panels, states;
+  int64_t partials, partial_floats, end;  // partials that the item merges itself
 
   Layout(const AttentionCall& call, const WorkItem& item, bool is_paired)
       : is_streamed(item.num_tokens * call.group_size() <= kMostStreamedRows),
@@ -32,7 +33,10 @@ struct Layout {
     key_panels = zeros + (is_streamed ? sum_stride : 0);
     value_panels = key_panels + packed_keys * query_stride;
     states = value_panels + packed_keys * sum_stride / (is_paired ? 2 : 1);
-    end = rounded_up(states + 2 * all_rows, 16);
+    partials = rounded_up(states + 2 * all_rows, 16);
+    partial_floats = item.num_heads * rows * partial_stride(call);
+    const bool merges = item.first_partial < 0 && item.num_partitions() > 1;
+    end = rounded_up(partials + (merges ? item.num_partitions() * partial_floats : 0), 16);
   }
 };
 
@@ -43,18 +47,25 @@ static int64_t scratch_floats(const AttentionCall& call, const WorkItem& item) {
 // The rows of an item: queries, running softmax and sums; independent of the caches' format.
 class ItemRows {
  public:
-  ItemRows(const AttentionCall& call, const WorkItem& item, bool is_paired, float* scratch)
+  // `partials` are those of all items, `partial_floats` each.
+  ItemRows(const AttentionCall& call, const WorkItem& item, bool is_paired, float* scratch,
+           float* partials, int64_t partial_floats)
       : call(call),
         item(item),
         layout(call, item, is_paired),
         queries_(scratch + layout.queries),
         sums_(scratch + layout.sums),
         states_(reinterpret_cast<RowState*>(scratch + layout.states)),
+        partials_(item.first_partial < 0 ? scratch + layout.partials
+                                         : partials + item.first_partial * partial_floats),
+        partial_floats_(item.first_partial < 0 ? layout.partial_floats : partial_floats),
+        partial_(partials_),
         group_(call.group_size()),
         first_token_(call.query_start_loc[item.seq] + item.first_token) {
     const int64_t end_token = call.query_start_loc[item.seq + 1];
     first_position_ = call.seq_lens[item.seq] - (end_token - first_token_);
     load_queries();
+    begin_partition();
   }
 
   const AttentionCall& call;
@@ -91,17 +102,30 @@ class ItemRows {
     for (int64_t d = 0; d < layout.sum_stride; d += kLanes) store(sum + d, load(sum + d) * factor);
   }
 
-  void write(float* partials, int64_t partial_floats) {
-    item.partial < 0 ? write_outputs() : write_partial(partials + item.partial * partial_floats);
+  // Ends a partition that is not the last one.
+  void end_partition() {
+    write_partial();
+    begin_partition();
+  }
+
+  void end_item() {
+    if (item.first_partial >= 0) return write_partial();
+    if (item.num_partitions() == 1) return write_outputs();
+    write_partial();
+    merge(call, {item, 0}, sums_, partials_, partial_floats_);
   }
 
  private:
+  void begin_partition() {
+    const int64_t num_rows = item.num_heads * layout.padded_rows;
+    std::fill(states_, states_ + num_rows, RowState{kMinusInfinity, 0.0f});
+    std::memset(sums_, 0, num_rows * layout.sum_stride * sizeof(float));
+  }
+
   void load_queries() {
     const HeadsView& query = call.query;
     for (int64_t head = 0; head < item.num_heads; ++head) {
       for (int64_t row = 0; row < layout.padded_rows; ++row) {
-        states_[index(head, row)] = {kMinusInfinity, 0.0f};
-        std::memset(sums(head, row), 0, layout.sum_stride * sizeof(float));
         if (row >= layout.rows) {
           std::memset(queries(head, row), 0, layout.query_stride * sizeof(float));
           continue;
@@ -146,8 +170,10 @@ class ItemRows {
     }
   }
 
-  void write_partial(float* to) {
+  void write_partial() {
     const int64_t stride = partial_stride(call);
+    float* to = partial_;
+    partial_ += partial_floats_;
     for (int64_t head = 0; head < item.num_heads; ++head) {
       for (int64_t row = 0; row < layout.rows; ++row, to += stride) {
         std::memcpy(to, sums(head, row), (stride - 2) * sizeof(float));
@@ -164,6 +190,9 @@ class ItemRows {
 
   float *queries_, *sums_;
   RowState* states_;
+  float* const partials_;
+  const int64_t partial_floats_;
+  float* partial_;  // of the next partition to end
   int64_t group_, first_token_, first_position_;
 };
 
@@ -178,7 +207,7 @@ struct TileOffsets {
 
   void find(const AttentionCall& call, const WorkItem& item, int64_t from) {
     first_key = from;
-    num_keys = std::min<int64_t>(kKeys, item.end_key - from);
+    num_keys = std::min<int64_t>(kKeys, item.partition_end(from) - from);
     num_found = std::min<int64_t>(kKeys + kBeyond, item.end_key - from);
     const int32_t* block =
         call.block_table + item.seq * call.block_table_stride + from / call.block_size;

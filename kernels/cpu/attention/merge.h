@@ -39,17 +39,22 @@ static void merge_row(const AttentionCall& call, int64_t token, int64_t head, co
   for (int64_t part = 0; part < count; ++part) {
     all.maximum = std::max(all.maximum, state_of(part).maximum);
   }
-  std::memset(sums, 0, width * sizeof(float));
   for (int64_t part = 0; part < count; ++part) {
     const RowState state = state_of(part);
     if (state.total == 0.0f) continue;
-    const float factor = std::exp(state.maximum - all.maximum);
+    const bool is_first = all.total == 0.0f;
+    const float factor = state.maximum == all.maximum
+                             ? 1.0f
+                             : exponential(broadcast(state.maximum - all.maximum))[0];
     all.total += state.total * factor;
     const float* from = partial + part * partial_floats;
     for (int64_t d = 0; d < width; d += kLanes) {
-      store(sums + d, load(sums + d) + load(from + d) * factor);
+      const Floats product = load(from + d) * factor;
+      store(sums + d, is_first ? product : load(sums + d) + product);
     }
   }
+  // No key has been seen.
+  if (all.total == 0.0f) std::memset(sums, 0, width * sizeof(float));
   write_output(call, token, head, all, sums);
 }
 
@@ -58,10 +63,11 @@ static void merge(const AttentionCall& call, const Merge& merge, float* scratch,
   const WorkItem& item = merge.whole;
   const int64_t group = call.group_size(), rows = item.num_tokens * group;
   const float* partial = partials + merge.first_partial * partial_floats;
+  const int64_t count = item.num_partitions();
   for (int64_t head = 0; head < item.num_heads; ++head) {
     for (int64_t row = 0; row < rows; ++row, partial += partial_stride(call)) {
       const int64_t token = call.query_start_loc[item.seq] + item.first_token + row / group;
-      merge_row(call, token, (item.first_head + head) * group + row % group, partial, merge.count,
+      merge_row(call, token, (item.first_head + head) * group + row % group, partial, count,
                 partial_floats, scratch);
     }
   }

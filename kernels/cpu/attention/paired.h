@@ -14,13 +14,13 @@ static int64_t paired_scratch_floats(const AttentionCall& call, const WorkItem& 
 static void paired_attend(const AttentionCall& call, const WorkItem& item, float* scratch,
                           float* partials, int64_t partial_floats) {
   if (!is_paired(call)) return attend(call, item, scratch, partials, partial_floats);
-  ItemRows rows(call, item, true, scratch);
+  ItemRows rows(call, item, true, scratch, partials, partial_floats);
   switch (call.keys.format) {
     case Format::kE4M3: attend<Paired, PairedTile, E4M3>(rows, scratch); break;
     case Format::kE5M2: attend<Paired, PairedTile, E5M2>(rows, scratch); break;
     default: attend<Paired, PairedTile, BFloat16>(rows, scratch);
   }
-  rows.write(partials, partial_floats);
+  rows.end_item();
 }
 
 constexpr Functions kBFloat16Functions{paired_scratch_floats, paired_attend, merge, write};

@@ -5,8 +5,6 @@ constexpr int kPackedKeys = 128;
 // Columns of a packed panel, and rows of the block of sums that stays in registers.
 constexpr int kPanel = 2 * kLanes;
 constexpr int kRowBlock = kLanes == 16 ? 12 : 6;
-// The most rows per key head for which keys and values are streamed.
-constexpr int kMostStreamedRows = 8;
 // Keys of a streamed tile, the most whose values are processed together, and those whose scores are.
 constexpr int kStreamedKeys = 64, kMostGroup = 16, kStep = 4;
 

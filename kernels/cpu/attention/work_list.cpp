@@ -22,12 +22,17 @@ constexpr int64_t kSharesPerThread = 4;
 // Items of equally many rows per thread, as far as they have kLeastRows. The last items of a prompt
 // see all of its keys, twice the average work, and should still be at most a share.
 constexpr int64_t kItemsPerThread = 2 * kSharesPerThread;
-// A smaller partition gains less than merging costs.
+// A smaller partition of packed keys gains less than merging costs.
 constexpr int64_t kLeastPartition = 256;
-// With fewer keys, partitions would be too few to be of use to all threads. Such an item is divided
-// by its heads, so that it is a share of one thread. More parts were measured to be slower, as each
-// would read fewer adjacent numbers at a time.
-constexpr int64_t kLeastPartitionedKeys = 4 * kLeastPartition;
+// Packed items with fewer keys are divided by their heads: partitions would be too few to be of use to
+// all threads.
+constexpr int64_t kLeastPackedKeys = 4 * kLeastPartition;
+// Partitions of streamed keys: two from kLeastStreamedKeys on, more from twice kStreamedPartition on.
+constexpr int64_t kLeastStreamedKeys = 128, kStreamedPartition = 128, kMostStreamedPartitions = 64;
+// They begin at whole blocks of the usual size, which are adjacent in memory.
+constexpr int64_t kStreamedStep = 16;
+// With so many keys, an item is shared by more pieces than threads, which then end at the same time.
+constexpr int64_t kLeastSharedKeys = 1024;
 
 double cost_of(const WorkItem& item, int64_t group_size) {
   const double rows = static_cast<double>(item.num_tokens * group_size);
@@ -43,7 +48,8 @@ WorkItem item_of(const AttentionCall& call, int64_t seq, int64_t first_token, in
   const int64_t end_key = std::max<int64_t>(position + num_tokens, 0);
   const int64_t window_start = position + 1 - call.sliding_window;
   const int64_t first_key = call.sliding_window > 0 ? std::max<int64_t>(window_start, 0) : 0;
-  WorkItem item{seq, first_head, num_heads, first_token, num_tokens, first_key, end_key, -1, 0};
+  WorkItem item{seq, first_head, num_heads, first_token, num_tokens, first_key, end_key,
+                std::max<int64_t>(end_key - first_key, 1)};
   item.cost = cost_of(item, call.group_size());
   return item;
 }
@@ -78,54 +84,87 @@ std::vector<WorkItem> whole_items(const AttentionCall& call, int64_t num_threads
   return items;
 }
 
-void add_partitioned(WorkList& list, const WorkItem& whole, int64_t partition_keys,
-                     int64_t group_size) {
-  const int64_t num_keys = whole.end_key - whole.first_key;
-  const int64_t count = ceil_div(num_keys, partition_keys);
-  list.merges.push_back({whole, list.num_partials, count});
+// How an item is divided among threads: by ranges of its partitions, and of its heads.
+struct Division {
+  int64_t partition_keys, key_ranges, head_ranges;
+};
+
+// The pieces of which none is more than a share. A share that is rounded makes no further piece.
+int64_t choose_pieces(double shares) {
+  constexpr double kRounding = 1e-6;
+  return static_cast<int64_t>(std::ceil(shares - kRounding));
+}
+
+// An item of `shares` of the work per thread. The partitions of streamed keys depend on nothing but
+// their number: so the other rows of a batch and the number of threads change no bit.
+Division divide_streamed(const WorkItem& item, double shares, int64_t num_threads) {
+  const int64_t keys = choose_streamed_partition(item.num_keys());
+  if (num_threads == 1) return {keys, 1, 1};
+  const int64_t wanted =
+      choose_pieces(item.num_keys() < kLeastSharedKeys ? shares : shares * kSharesPerThread);
+  const int64_t most = std::max<int64_t>(ceil_div(item.num_keys(), keys), 1);
+  const int64_t ranges = std::clamp<int64_t>(wanted, 1, most);
+  return {keys, ranges, ceil_div(choose_pieces(shares), ranges)};
+}
+
+Division divide_packed(const WorkItem& item, double shares, int64_t num_threads) {
+  if (num_threads > 1 && item.num_keys() < kLeastPackedKeys)
+    return {item.partition_keys, 1, choose_pieces(shares)};
+  const int64_t keys = choose_packed_partition(item.num_keys(), shares, num_threads);
+  return {keys, ceil_div(item.num_keys(), keys), 1};
+}
+
+// Adds ranges of an item's partitions.
+void add_keys(WorkList& list, const WorkItem& whole, int64_t num_ranges, int64_t group_size) {
+  if (num_ranges <= 1) {
+    list.items.push_back(whole);
+    return;
+  }
+  const int64_t num_partitions = whole.num_partitions();
+  list.merges.push_back({whole, list.num_partials});
   const int64_t num_rows = whole.num_heads * whole.num_tokens * group_size;
   list.partial_floats = std::max(list.partial_floats, num_rows * list.row_floats);
-  for (int64_t part = 0; part < count; ++part) {
+  for (int64_t range = 0; range < num_ranges; ++range) {
+    const int64_t begin = begin_of_range(range, num_partitions, num_ranges);
+    const int64_t end = begin_of_range(range + 1, num_partitions, num_ranges);
     WorkItem item = whole;
-    item.first_key = whole.first_key + part * partition_keys;
-    item.end_key = std::min(item.first_key + partition_keys, whole.end_key);
-    item.partial = list.num_partials++;
-    item.cost = whole.cost * static_cast<double>(item.end_key - item.first_key) /
-                static_cast<double>(num_keys);
+    item.first_key = whole.first_key + begin * whole.partition_keys;
+    item.end_key = std::min(whole.first_key + end * whole.partition_keys, whole.end_key);
+    item.first_partial = list.num_partials + begin;
+    item.cost = whole.cost * static_cast<double>(item.num_keys()) /
+                static_cast<double>(whole.num_keys());
     list.items.push_back(item);
   }
+  list.num_partials += num_partitions;
 }
 
-// The parts of an item that is divided by its heads; 1 if it is not.
-int64_t choose_head_parts(const WorkItem& item, double total_cost, int64_t num_threads) {
-  if (num_threads == 1 || item.end_key - item.first_key >= kLeastPartitionedKeys) return 1;
-  const double share = total_cost / static_cast<double>(num_threads);
-  // A share that is rounded down makes no further part.
-  constexpr double kRounding = 1e-6;
-  return std::min(item.num_heads, static_cast<int64_t>(std::ceil(item.cost / share - kRounding)));
-}
-
-void add_heads(WorkList& list, const WorkItem& whole, int64_t num_parts) {
-  for (int64_t part = 0; part < num_parts; ++part) {
-    const int64_t begin = whole.num_heads * part / num_parts;
-    const int64_t end = whole.num_heads * (part + 1) / num_parts;
+void add_item(WorkList& list, WorkItem whole, const Division& division, int64_t group_size) {
+  whole.partition_keys = division.partition_keys;
+  const int64_t num_ranges = std::clamp<int64_t>(division.head_ranges, 1, whole.num_heads);
+  for (int64_t range = 0; range < num_ranges; ++range) {
+    const int64_t begin = begin_of_range(range, whole.num_heads, num_ranges);
     WorkItem item = whole;
     item.first_head = whole.first_head + begin;
-    item.num_heads = end - begin;
+    item.num_heads = begin_of_range(range + 1, whole.num_heads, num_ranges) - begin;
     item.cost = whole.cost * static_cast<double>(item.num_heads) /
                 static_cast<double>(whole.num_heads);
-    list.items.push_back(item);
+    add_keys(list, item, division.key_ranges, group_size);
   }
 }
 
 }  // namespace
 
-int64_t choose_partition_keys(int64_t num_keys, double cost, double total_cost,
-                              int64_t num_threads) {
-  const double share = total_cost / static_cast<double>(num_threads * kSharesPerThread);
-  if (num_threads == 1 || cost <= share) return std::max<int64_t>(num_keys, 1);
-  const auto parts = static_cast<int64_t>(cost / share) + 1;
-  return std::max(ceil_div(num_keys, parts), kLeastPartition);
+int64_t choose_packed_partition(int64_t num_keys, double shares, int64_t num_threads) {
+  const double wanted = shares * kSharesPerThread;
+  if (num_threads == 1 || wanted <= 1) return std::max<int64_t>(num_keys, 1);
+  return std::max(ceil_div(num_keys, static_cast<int64_t>(wanted) + 1), kLeastPartition);
+}
+
+int64_t choose_streamed_partition(int64_t num_keys) {
+  if (num_keys < kLeastStreamedKeys) return std::max<int64_t>(num_keys, 1);
+  int64_t count = 2;
+  while (2 * count * kStreamedPartition <= num_keys && count < kMostStreamedPartitions) count *= 2;
+  return ceil_div(ceil_div(num_keys, count), kStreamedStep) * kStreamedStep;
 }
 
 WorkList make_work_list(const AttentionCall& call, int64_t partition_keys, int64_t num_threads) {
@@ -135,21 +174,13 @@ WorkList make_work_list(const AttentionCall& call, int64_t partition_keys, int64
   // The widest vectors have 16 numbers; two more are the maximum and the sum.
   WorkList list{{}, {}, 0, 0, (call.values.head_dim + 15) / 16 * 16 + 2};
   for (const WorkItem& item : wholes) {
-    const int64_t num_keys = item.end_key - item.first_key;
-    const int64_t head_parts =
-        partition_keys > 0 ? 1 : choose_head_parts(item, total_cost, num_threads);
-    if (head_parts > 1) {
-      add_heads(list, item, head_parts);
-      continue;
-    }
-    const int64_t keys =
-        partition_keys > 0 ? partition_keys
-                           : choose_partition_keys(num_keys, item.cost, total_cost, num_threads);
-    if (num_keys <= keys) {
-      list.items.push_back(item);
-    } else {
-      add_partitioned(list, item, keys, call.group_size());
-    }
+    const double shares = item.cost * static_cast<double>(num_threads) / total_cost;
+    const bool is_streamed = item.num_tokens * call.group_size() <= kMostStreamedRows;
+    const Division division =
+        partition_keys > 0 ? Division{partition_keys, ceil_div(item.num_keys(), partition_keys), 1}
+        : is_streamed      ? divide_streamed(item, shares, num_threads)
+                           : divide_packed(item, shares, num_threads);
+    add_item(list, item, division, call.group_size());
   }
   std::stable_sort(list.items.begin(), list.items.end(),
                    [](const WorkItem& a, const WorkItem& b) { return a.cost > b.cost; });

@@ -7,8 +7,9 @@ namespace bfloat16 {
 struct PairStep {
   static constexpr int64_t kPanelBytes = kPanelWidth * 2 * sizeof(BFloat16);
 
+  template <int kRows>
   QUIRE_INLINE Ints weights(const char* panel, int half) {
-    return load_as<Ints>(panel + half * sizeof(Ints));
+    return load_weights<kRows, Ints>(panel + half * sizeof(Ints));
   }
   QUIRE_INLINE Ints row(const char* from) { return broadcast_bits(load_as<int32_t>(from)); }
   // By assembly, as functions for AVX-512 cannot inline those for instructions beyond it.

@@ -9,13 +9,28 @@ constexpr int kPanelWidth = 2 * kLanes;
 // As many rows as there are registers for their sums.
 constexpr int kTileRows = kLanes == 16 ? 12 : 6;
 
+// Weights for a tile of kRows rows, aligned to their size. A single row reads every weight once. A Zen 4
+// keeps what is loaded by this instruction from displacing other data in its caches, those of other
+// processes included; for other processors it is an ordinary load.
+template <int kRows, typename V>
+QUIRE_INLINE V load_weights(const void* from) {
+#if QUIRE_LANES == 16
+  if constexpr (kRows == 1 && sizeof(V) == sizeof(__m512i))
+    return reinterpret_cast<V>(_mm512_stream_load_si512(const_cast<void*>(from)));
+#endif
+  return load_as<V>(static_cast<const char*>(from));
+}
+
 // A step of the inner kernel: one float32 of a row, times numbers of type W of a panel's outputs.
 template <typename W>
 struct WideningStep {
   static constexpr int64_t kPanelBytes = kPanelWidth * sizeof(W);
 
+  template <int kRows>
   QUIRE_INLINE Floats weights(const char* panel, int half) {
-    return load(reinterpret_cast<const W*>(panel) + half * kLanes);
+    const W* const from = reinterpret_cast<const W*>(panel) + half * kLanes;
+    if constexpr (std::is_same_v<W, float>) return load_weights<kRows, Floats>(from);
+    else return load(from);
   }
   QUIRE_INLINE Floats row(const char* from) {
     return broadcast(*reinterpret_cast<const float*>(from));
@@ -47,7 +62,8 @@ QUIRE_INLINE void multiply_tile(const char* rows, int64_t row_bytes, const char*
 #pragma GCC unroll 2
   for (const char*& group : groups) group = rows, rows += kGroup * row_bytes;
   const auto add = [&]() __attribute__((always_inline)) {
-    const auto left = Step::weights(panel, 0), right = Step::weights(panel, 1);
+    const auto left = Step::template weights<kRows>(panel, 0);
+    const auto right = Step::template weights<kRows>(panel, 1);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const auto x = Step::row(groups[r / kGroup] + places[r % kGroup]);

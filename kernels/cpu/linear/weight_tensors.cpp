@@ -12,6 +12,9 @@
 namespace quire::linear {
 namespace {
 
+// Vectors of weights are loaded by instructions that require it; torch allocates memory so.
+constexpr uintptr_t kPanelAlignment = 64;
+
 int64_t panel_width(int64_t isa) { return functions_of(static_cast<Isa>(isa)).panel_width; }
 
 // Whether panels of bfloat16 have pairs of inputs.
@@ -98,7 +101,10 @@ bool are_alike(const Weight& one, const Weight& other) {
 
 Panels panels_of(const Weight& weight, const Tensor& panels, const Tensor* second_panels) {
   const auto at = [&](const Tensor& all) {
-    return static_cast<const char*>(all.const_data_ptr()) + weight.offset;
+    const char* const panels = static_cast<const char*>(all.const_data_ptr()) + weight.offset;
+    TORCH_CHECK(reinterpret_cast<uintptr_t>(panels) % kPanelAlignment == 0,
+                "panels must be aligned to a cache line");
+    return panels;
   };
   return {at(panels), second_panels ? at(*second_panels) : nullptr, weight.panel_bytes};
 }

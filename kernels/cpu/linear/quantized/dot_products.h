@@ -28,7 +28,8 @@ struct IntegerStep {
   template <int kRows>
   QUIRE_INLINE void add(const char* row, const int64_t* places,
                         const char* values, Ints (&sums)[kRows][2]) {
-    const Ints left = load_as<Ints>(values), right = load_as<Ints>(values + sizeof(Ints));
+    const Ints left = load_weights<kRows, Ints>(values);
+    const Ints right = load_weights<kRows, Ints>(values + sizeof(Ints));
     if constexpr (kBits == 8) {
       add_four<kRows>(row, places, left, right, sums);
     } else {
@@ -59,7 +60,7 @@ struct SingleRowStep {
     const Ints first = broadcast_bits(load_as<int32_t>(row));
     const Ints second = broadcast_bits(load_as<int32_t>(row + 4));
     for (int half = 0; half < 2; ++half) {
-      const Ints both = load_as<Ints>(values + half * sizeof(Ints));
+      const Ints both = load_weights<kRows, Ints>(values + half * sizeof(Ints));
       add_products(sums[0][half].lower, first, both & kLower);
       add_products(sums[0][half].upper, second, both & ~kLower);
     }

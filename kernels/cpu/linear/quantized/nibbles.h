@@ -13,7 +13,8 @@ struct NibbleStep {
   template <int kRows>
   QUIRE_INLINE void add(const char* row, const int64_t* places,
                         const char* values, Floats (&sums)[kRows][2]) {
-    const Ints left = load_as<Ints>(values), right = load_as<Ints>(values + sizeof(Ints));
+    const Ints left = load_weights<kRows, Ints>(values);
+    const Ints right = load_weights<kRows, Ints>(values + sizeof(Ints));
     add_pair<kRows, 0>(row, places, left, right, sums);
     add_pair<kRows, 8>(row + 4, places, left, right, sums);
     add_pair<kRows, 4>(row + 8, places, left, right, sums);

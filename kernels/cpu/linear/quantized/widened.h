@@ -50,8 +50,8 @@ struct WideStep : Values {
   template <int kRows>
   QUIRE_INLINE void add(const char* row, const int64_t* places, const char* values,
                         Floats (&sums)[kRows][2]) {
-    const Ints left = Values::prepared(load_as<Ints>(values));
-    const Ints right = Values::prepared(load_as<Ints>(values + sizeof(Ints)));
+    const Ints left = Values::prepared(load_weights<kRows, Ints>(values));
+    const Ints right = Values::prepared(load_weights<kRows, Ints>(values + sizeof(Ints)));
 #pragma GCC unroll 8
     for (int i = 0; i < Values::kInputs; ++i) {
       const Floats first = Values::number_of(left, i), second = Values::number_of(right, i);
