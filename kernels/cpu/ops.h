@@ -24,9 +24,26 @@ Stage kv_write_stage(const Tensor& keys, const Tensor& values, const Tensor& k_c
                      const Tensor& v_cache, const Tensor& slot_mapping, double k_scale, double v_scale,
                      int64_t isa);
 
-// Memory for partial outputs. Creating a stage enlarges it as far as that stage needs. Stages whose
-// chunks never execute at the same time may share it.
-using Partials = std::shared_ptr<std::vector<float>>;
+// Memory for partial outputs, not initialised. Creating a stage enlarges it as far as that stage needs.
+// Stages whose chunks never execute at the same time may share it.
+class PartialMemory {
+ public:
+  // Loses the content.
+  void reserve(int64_t num_floats) {
+    if (num_floats <= num_floats_) return;
+    memory_.reset();
+    memory_.reset(new float[num_floats]);
+    num_floats_ = num_floats;
+  }
+
+  float* data() const { return memory_.get(); }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+  int64_t num_floats_ = 0;
+};
+
+using Partials = std::shared_ptr<PartialMemory>;
 
 // `query` is dense in its last dimension. The first stage writes the partials, the second merges them.
 // The second has no chunks if nothing is partitioned.

@@ -337,7 +337,7 @@ def test_rows_that_see_nothing_of_the_first_tile(
             query_lens, seq_lens, heads, head_dim, window, 0, torch.get_num_threads()
         )
         # Tokens of items that are not partitioned.
-        wholes = [numbers[i + 4] for i in range(0, len(numbers), 9) if numbers[i + 8] == -1]
+        wholes = [numbers[i + 4] for i in range(0, len(numbers), 10) if numbers[i + 8] == -1]
         assert max(wholes) > 128 + window
     case = paged_case(query_lens, seq_lens, 16, heads, head_dim).to(*dtypes)
     for sinks in (None, torch.linspace(-2, 3, 4)):

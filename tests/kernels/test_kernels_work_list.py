@@ -28,7 +28,8 @@ class Item:
     first_key: int
     end_key: int
     partition_keys: int
-    first_partial: int
+    partials_at: int
+    partial_floats: int
 
     @property
     def num_partitions(self) -> int:
@@ -47,12 +48,22 @@ def items(
     numbers = attention_items(
         query_lens, seq_lens, heads, head_dim, window, partition_keys, num_threads
     )
-    return [Item(*numbers[i : i + 9]) for i in range(0, len(numbers), 9)]
+    return [Item(*numbers[i : i + 10]) for i in range(0, len(numbers), 10)]
 
 
-def partials_of(work: list[Item]) -> list[int]:
-    divided = [item for item in work if item.first_partial >= 0]
-    return [item.first_partial + n for item in divided for n in range(item.num_partitions)]
+def num_partials(work: list[Item]) -> int:
+    """Those of shared items, whose places adjoin one another."""
+    places = sorted(
+        (item.partials_at + n * item.partial_floats, item.partial_floats)
+        for item in work
+        if item.partials_at >= 0
+        for n in range(item.num_partitions)
+    )
+    end = 0
+    for begin, floats in places:
+        assert begin == end
+        end += floats
+    return len(places)
 
 
 @pytest.mark.parametrize("partition_keys", [0, 1, 64])
@@ -102,12 +113,12 @@ def test_one_short_prompt_keeps_all_threads_busy() -> None:
 
 @pytest.mark.parametrize("num_tokens", [200, 300, 512])
 def test_a_prompt_is_not_partitioned_where_its_rows_are_work_for_all(num_tokens: int) -> None:
-    assert {item.first_partial for item in items([num_tokens], [num_tokens])} == {-1}
+    assert {item.partials_at for item in items([num_tokens], [num_tokens])} == {-1}
 
 
 def test_decoded_tokens_of_many_sequences_are_not_divided() -> None:
     work = items([1] * 64, [200] * 64)
-    assert [item.first_partial for item in work] == [-1] * 64
+    assert [item.partials_at for item in work] == [-1] * 64
     assert {(item.first_head, item.num_heads) for item in work} == {(0, 4)}
 
 
@@ -117,7 +128,7 @@ def test_one_long_sequence_keeps_all_threads_busy(num_threads: int) -> None:
     assert len(work) >= num_threads
     keys = [item.end_key - item.first_key for item in work]
     assert max(keys) <= 16_384 / num_threads
-    assert sorted(partials_of(work)) == list(range(64))
+    assert num_partials(work) == 16
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,7 @@ def test_one_short_sequence_is_divided_by_its_heads(
 ) -> None:
     work = items([1], [num_keys], num_threads=num_threads)
     assert {(item.first_head, item.num_heads) for item in work} == parts
-    keys = {(item.first_key, item.end_key, item.first_partial) for item in work}
+    keys = {(item.first_key, item.end_key, item.partials_at) for item in work}
     assert keys == {(0, num_keys, -1)}
 
 
@@ -142,7 +153,8 @@ def test_one_sequence_is_divided_by_its_keys_then_by_its_heads() -> None:
         work = items([1], [200], num_threads=num_threads)
         assert {i.partition_keys for i in work} == {112}
         divided = [
-            (i.first_head, i.num_heads, i.first_key, i.end_key, i.first_partial) for i in work
+            (i.first_head, i.num_heads, i.first_key, i.end_key, i.partials_at // i.partial_floats)
+            for i in work
         ]
         assert divided == parts
     assert len(items([1], [200], num_threads=8)) == 8
@@ -165,14 +177,15 @@ def test_partitions_of_few_rows_depend_on_their_keys_alone(
         assert item.first_key % item.partition_keys == 0
         is_last = item.end_key == [num_keys, *others][item.seq]
         assert is_last or item.end_key % item.partition_keys == 0
-    assert len(set(partials_of(work))) == len(partials_of(work))
+    num_partials(work)
 
 
 def test_partitions_of_few_rows() -> None:
     chosen = {keys: choose_streamed_partition(keys) for keys in (1, 127, 128, 200, 511, 512, 2048)}
-    assert chosen == {1: 1, 127: 127, 128: 64, 200: 112, 511: 256, 512: 128, 2048: 128}
-    # At most 64.
-    assert choose_streamed_partition(64_000) == 1008
+    assert chosen == {1: 1, 127: 127, 128: 64, 200: 112, 511: 256, 512: 128, 2048: 256}
+    # As many as a power of two whose square, times 32, is at most the number of keys.
+    assert choose_streamed_partition(131_071) == 4096
+    assert choose_streamed_partition(131_072) == 2048
 
 
 def test_short_sequences_that_are_shares_of_a_thread_are_not_divided() -> None:
@@ -187,7 +200,7 @@ def test_one_thread_shares_nothing() -> None:
 
 def test_one_thread_divides_nothing() -> None:
     work = items([1, 1], [16_384, 3], num_threads=1)
-    assert [item.first_partial for item in work] == [-1, -1]
+    assert [item.partials_at for item in work] == [-1, -1]
 
 
 def test_the_costly_come_first() -> None:

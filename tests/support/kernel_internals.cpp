@@ -16,8 +16,8 @@ int64_t* append(int64_t* out, std::initializer_list<int64_t> numbers) {
 
 extern "C" {
 
-// The work items of a batch, nine numbers each: seq, first head, heads, first token, tokens, first
-// key, end key, keys per partition, first partial.
+// The work items of a batch, ten numbers each: seq, first head, heads, first token, tokens, first key,
+// end key, keys per partition, place of the first partial, floats of a partial.
 int64_t attention_items(const int64_t* query_start_loc, const int64_t* seq_lens, int64_t num_seqs,
                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t sliding_window, int64_t partition_keys, int64_t num_threads,
@@ -33,7 +33,8 @@ int64_t attention_items(const int64_t* query_start_loc, const int64_t* seq_lens,
   int64_t* end = out;
   for (const auto& item : quire::attention::make_work_list(call, partition_keys, num_threads).items)
     end = append(end, {item.seq, item.first_head, item.num_heads, item.first_token, item.num_tokens,
-                       item.first_key, item.end_key, item.partition_keys, item.first_partial});
+                       item.first_key, item.end_key, item.partition_keys, item.partials_at,
+                       item.partial_floats});
   return end - out;
 }
 

@@ -41,8 +41,9 @@ struct WorkItem {
   int64_t first_token, num_tokens;  // of the sequence's queries
   int64_t first_key, end_key;       // of the sequence's keys: whole partitions
   int64_t partition_keys;           // of every partition but the last
-  // The index of its first partial; -1: it has all keys, and merges its partials itself.
-  int64_t first_partial = -1;
+  // The place of its first partial, in floats; -1: it has all keys, and merges its partials itself.
+  int64_t partials_at = -1;
+  int64_t partial_floats = 0;
   double cost = 0;
 
   int64_t num_keys() const { return end_key - first_key; }
@@ -53,12 +54,6 @@ struct WorkItem {
   int64_t partition_end(int64_t key) const {
     return std::min(key - (key - first_key) % partition_keys + partition_keys, end_key);
   }
-};
-
-// Partials to be merged: all those of `whole`, of which several items have parts.
-struct Merge {
-  WorkItem whole;
-  int64_t first_partial;
 };
 
 // New keys or values, and the slots of a cache that they are written to.
@@ -73,10 +68,9 @@ struct Functions {
   // Floats of scratch memory that an item needs.
   int64_t (*scratch_floats)(const AttentionCall&, const WorkItem&);
   // Computes an item, and writes the output or partials: sums, maxima and totals.
-  void (*attend)(const AttentionCall&, const WorkItem&, float* scratch, float* partials,
-                 int64_t partial_floats);
-  void (*merge)(const AttentionCall&, const Merge&, float* scratch, const float* partials,
-                int64_t partial_floats);
+  void (*attend)(const AttentionCall&, const WorkItem&, float* scratch, float* partials);
+  // Writes the output of an item, the parts of which have written all its partials.
+  void (*merge)(const AttentionCall&, const WorkItem& whole, float* scratch, const float* partials);
   void (*write)(const KvWrite&, int64_t first_token, int64_t end_token);
 };
 

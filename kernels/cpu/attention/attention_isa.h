@@ -22,8 +22,8 @@ static void attend(ItemRows& rows, float* scratch) {
 }
 
 static void attend(const AttentionCall& call, const WorkItem& item, float* scratch,
-                   float* partials, int64_t partial_floats) {
-  ItemRows rows(call, item, false, scratch, partials, partial_floats);
+                   float* partials) {
+  ItemRows rows(call, item, false, scratch, partials);
   visit_any(call.keys.format, [&](auto number) {
     attend<Widened, WidenedTile, decltype(number)>(rows, scratch);
   });

@@ -92,16 +92,13 @@ std::vector<Stage> stages(const Tensor& out, const Tensor& query, const Tensor& 
   const Functions& functions = functions_of(static_cast<Isa>(isa));
   const auto list = std::make_shared<WorkList>(
       make_work_list(call, partition_keys, at::get_num_threads()));
-  const size_t num_floats = list->num_partials * list->partial_floats;
-  if (partials->size() < num_floats) partials->resize(num_floats);
+  partials->reserve(list->num_floats);
   const auto attend = [=, &functions](int64_t i) {
     const WorkItem& item = list->items[i];
-    functions.attend(call, item, scratch(functions.scratch_floats(call, item)), partials->data(),
-                     list->partial_floats);
+    functions.attend(call, item, scratch(functions.scratch_floats(call, item)), partials->data());
   };
   const auto merge = [=, &functions](int64_t i) {
-    functions.merge(call, list->merges[i], scratch(list->row_floats), partials->data(),
-                    list->partial_floats);
+    functions.merge(call, list->merges[i], scratch(list->row_floats), partials->data());
   };
   return {{static_cast<int64_t>(list->items.size()), Stage::kQueue, attend},
           {static_cast<int64_t>(list->merges.size()), Stage::kQueue, merge}};
@@ -118,7 +115,7 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
   const Tensor dense_query = dense(query);
   run_stages(stages(out, dense_query, k_cache, v_cache, block_table, query_start_loc, seq_lens,
                     scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale,
-                    partition_keys, isa, std::make_shared<std::vector<float>>()),
+                    partition_keys, isa, std::make_shared<PartialMemory>()),
              Backup::kNever);
 }
 

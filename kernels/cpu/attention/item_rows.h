@@ -35,7 +35,7 @@ struct Layout {
     states = value_panels + packed_keys * sum_stride / (is_paired ? 2 : 1);
     partials = rounded_up(states + 2 * all_rows, 16);
     partial_floats = item.num_heads * rows * partial_stride(call);
-    const bool merges = item.first_partial < 0 && item.num_partitions() > 1;
+    const bool merges = item.partials_at < 0 && item.num_partitions() > 1;
     end = rounded_up(partials + (merges ? item.num_partitions() * partial_floats : 0), 16);
   }
 };
@@ -47,19 +47,17 @@ static int64_t scratch_floats(const AttentionCall& call, const WorkItem& item) {
 // The rows of an item: queries, running softmax and sums; independent of the caches' format.
 class ItemRows {
  public:
-  // `partials` are those of all items, `partial_floats` each.
+  // `partials` are those of all items.
   ItemRows(const AttentionCall& call, const WorkItem& item, bool is_paired, float* scratch,
-           float* partials, int64_t partial_floats)
+           float* partials)
       : call(call),
         item(item),
         layout(call, item, is_paired),
         queries_(scratch + layout.queries),
         sums_(scratch + layout.sums),
         states_(reinterpret_cast<RowState*>(scratch + layout.states)),
-        partials_(item.first_partial < 0 ? scratch + layout.partials
-                                         : partials + item.first_partial * partial_floats),
-        partial_floats_(item.first_partial < 0 ? layout.partial_floats : partial_floats),
-        partial_(partials_),
+        own_partials_(scratch + layout.partials),
+        partial_(item.partials_at < 0 ? own_partials_ : partials + item.partials_at),
         group_(call.group_size()),
         first_token_(call.query_start_loc[item.seq] + item.first_token) {
     const int64_t end_token = call.query_start_loc[item.seq + 1];
@@ -109,10 +107,12 @@ class ItemRows {
   }
 
   void end_item() {
-    if (item.first_partial >= 0) return write_partial();
+    if (item.partials_at >= 0) return write_partial();
     if (item.num_partitions() == 1) return write_outputs();
     write_partial();
-    merge(call, {item, 0}, sums_, partials_, partial_floats_);
+    WorkItem whole = item;
+    whole.partials_at = 0, whole.partial_floats = layout.partial_floats;
+    merge(call, whole, sums_, own_partials_);
   }
 
  private:
@@ -173,7 +173,7 @@ class ItemRows {
   void write_partial() {
     const int64_t stride = partial_stride(call);
     float* to = partial_;
-    partial_ += partial_floats_;
+    partial_ += item.partials_at < 0 ? layout.partial_floats : item.partial_floats;
     for (int64_t head = 0; head < item.num_heads; ++head) {
       for (int64_t row = 0; row < layout.rows; ++row, to += stride) {
         std::memcpy(to, sums(head, row), (stride - 2) * sizeof(float));
@@ -190,9 +190,8 @@ class ItemRows {
 
   float *queries_, *sums_;
   RowState* states_;
-  float* const partials_;
-  const int64_t partial_floats_;
-  float* partial_;  // of the next partition to end
+  float* const own_partials_;  // those that the item merges itself
+  float* partial_;             // of the next partition to end
   int64_t group_, first_token_, first_position_;
 };
 

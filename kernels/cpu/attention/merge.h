@@ -58,17 +58,16 @@ static void merge_row(const AttentionCall& call, int64_t token, int64_t head, co
   write_output(call, token, head, all, sums);
 }
 
-static void merge(const AttentionCall& call, const Merge& merge, float* scratch, const float* partials,
-                  int64_t partial_floats) {
-  const WorkItem& item = merge.whole;
+static void merge(const AttentionCall& call, const WorkItem& item, float* scratch,
+                  const float* partials) {
   const int64_t group = call.group_size(), rows = item.num_tokens * group;
-  const float* partial = partials + merge.first_partial * partial_floats;
   const int64_t count = item.num_partitions();
+  const float* partial = partials + item.partials_at;
   for (int64_t head = 0; head < item.num_heads; ++head) {
     for (int64_t row = 0; row < rows; ++row, partial += partial_stride(call)) {
       const int64_t token = call.query_start_loc[item.seq] + item.first_token + row / group;
       merge_row(call, token, (item.first_head + head) * group + row % group, partial, count,
-                partial_floats, scratch);
+                item.partial_floats, scratch);
     }
   }
 }

@@ -12,9 +12,9 @@ static int64_t paired_scratch_floats(const AttentionCall& call, const WorkItem& 
 }
 
 static void paired_attend(const AttentionCall& call, const WorkItem& item, float* scratch,
-                          float* partials, int64_t partial_floats) {
-  if (!is_paired(call)) return attend(call, item, scratch, partials, partial_floats);
-  ItemRows rows(call, item, true, scratch, partials, partial_floats);
+                          float* partials) {
+  if (!is_paired(call)) return attend(call, item, scratch, partials);
+  ItemRows rows(call, item, true, scratch, partials);
   switch (call.keys.format) {
     case Format::kE4M3: attend<Paired, PairedTile, E4M3>(rows, scratch); break;
     case Format::kE5M2: attend<Paired, PairedTile, E5M2>(rows, scratch); break;

@@ -27,8 +27,9 @@ constexpr int64_t kLeastPartition = 256;
 // Packed items with fewer keys are divided by their heads: partitions would be too few to be of use to
 // all threads.
 constexpr int64_t kLeastPackedKeys = 4 * kLeastPartition;
-// Partitions of streamed keys: two from kLeastStreamedKeys on, more from twice kStreamedPartition on.
-constexpr int64_t kLeastStreamedKeys = 128, kStreamedPartition = 128, kMostStreamedPartitions = 64;
+// From twice as many streamed keys on there are two partitions; then they grow with their number, so
+// that their partials stay few beside the keys.
+constexpr int64_t kLeastStreamedPartition = 64, kStreamedGrowth = 32;
 // They begin at whole blocks of the usual size, which are adjacent in memory.
 constexpr int64_t kStreamedStep = 16;
 // With so many keys, an item is shared by more pieces than threads, which then end at the same time.
@@ -115,27 +116,27 @@ Division divide_packed(const WorkItem& item, double shares, int64_t num_threads)
 }
 
 // Adds ranges of an item's partitions.
-void add_keys(WorkList& list, const WorkItem& whole, int64_t num_ranges, int64_t group_size) {
+void add_keys(WorkList& list, WorkItem whole, int64_t num_ranges, int64_t group_size) {
   if (num_ranges <= 1) {
     list.items.push_back(whole);
     return;
   }
   const int64_t num_partitions = whole.num_partitions();
-  list.merges.push_back({whole, list.num_partials});
-  const int64_t num_rows = whole.num_heads * whole.num_tokens * group_size;
-  list.partial_floats = std::max(list.partial_floats, num_rows * list.row_floats);
+  whole.partials_at = list.num_floats;
+  whole.partial_floats = whole.num_heads * whole.num_tokens * group_size * list.row_floats;
+  list.num_floats += num_partitions * whole.partial_floats;
+  list.merges.push_back(whole);
   for (int64_t range = 0; range < num_ranges; ++range) {
     const int64_t begin = begin_of_range(range, num_partitions, num_ranges);
     const int64_t end = begin_of_range(range + 1, num_partitions, num_ranges);
     WorkItem item = whole;
     item.first_key = whole.first_key + begin * whole.partition_keys;
     item.end_key = std::min(whole.first_key + end * whole.partition_keys, whole.end_key);
-    item.first_partial = list.num_partials + begin;
+    item.partials_at = whole.partials_at + begin * whole.partial_floats;
     item.cost = whole.cost * static_cast<double>(item.num_keys()) /
                 static_cast<double>(whole.num_keys());
     list.items.push_back(item);
   }
-  list.num_partials += num_partitions;
 }
 
 void add_item(WorkList& list, WorkItem whole, const Division& division, int64_t group_size) {
@@ -161,9 +162,9 @@ int64_t choose_packed_partition(int64_t num_keys, double shares, int64_t num_thr
 }
 
 int64_t choose_streamed_partition(int64_t num_keys) {
-  if (num_keys < kLeastStreamedKeys) return std::max<int64_t>(num_keys, 1);
+  if (num_keys < 2 * kLeastStreamedPartition) return std::max<int64_t>(num_keys, 1);
   int64_t count = 2;
-  while (2 * count * kStreamedPartition <= num_keys && count < kMostStreamedPartitions) count *= 2;
+  while (4 * count * count * kStreamedGrowth <= num_keys) count *= 2;
   return ceil_div(ceil_div(num_keys, count), kStreamedStep) * kStreamedStep;
 }
 
@@ -172,7 +173,7 @@ WorkList make_work_list(const AttentionCall& call, int64_t partition_keys, int64
   double total_cost = 0;
   for (const WorkItem& item : wholes) total_cost += item.cost;
   // The widest vectors have 16 numbers; two more are the maximum and the sum.
-  WorkList list{{}, {}, 0, 0, (call.values.head_dim + 15) / 16 * 16 + 2};
+  WorkList list{{}, {}, 0, (call.values.head_dim + 15) / 16 * 16 + 2};
   for (const WorkItem& item : wholes) {
     const double shares = item.cost * static_cast<double>(num_threads) / total_cost;
     const bool is_streamed = item.num_tokens * call.group_size() <= kMostStreamedRows;

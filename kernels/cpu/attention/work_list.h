@@ -10,9 +10,10 @@ namespace quire::attention {
 
 // The work of a call. Items that do not have all keys of their rows give partials to the merges.
 struct WorkList {
-  std::vector<WorkItem> items;  // by descending cost
-  std::vector<Merge> merges;
-  int64_t num_partials, partial_floats, row_floats;  // floats of a partial, and of one of its rows
+  std::vector<WorkItem> items;   // by descending cost
+  std::vector<WorkItem> merges;  // those that were divided by their keys
+  int64_t num_floats;            // of all partials
+  int64_t row_floats;            // of a row of a partial
 };
 
 // Keys per partition of an item whose keys are packed, and which is `shares` of the work per thread:

@@ -62,8 +62,15 @@ class Arena {
 struct LayerBuffers {
   Tensor normed, heads, rotated, attended, post_attention, mlp_normed, active;
   Tensor out;  // not in the arena: the caller may keep it
-  attention::Partials partials = std::make_shared<std::vector<float>>();
+  attention::Partials partials;
 };
+
+// Memory for the partials of a set of buffers, kept by the thread like that of the arena.
+inline const attention::Partials& partials_of_set(int set) {
+  thread_local const attention::Partials kept[] = {std::make_shared<attention::PartialMemory>(),
+                                                   std::make_shared<attention::PartialMemory>()};
+  return kept[set];
+}
 
 // Views of such results, which all layers share: making them for each layer would take longer than
 // some of the operations on them.
@@ -95,7 +102,8 @@ inline std::vector<LayerBuffers> separate_buffers(const Tensor& hidden_states, c
                     arena.allocate({num_tokens, hidden_size}),
                     arena.allocate({num_tokens, hidden_size}),
                     arena.allocate({num_tokens, num_active}),
-                    at::empty_like(hidden_states)});
+                    at::empty_like(hidden_states),
+                    partials_of_set(set)});
   }
   return sets;
 }
@@ -120,7 +128,8 @@ inline LayerBuffers shared_buffers(const Tensor& hidden_states, const Heads& hea
           arena.allocate({num_tokens, hidden_size}),
           normed,
           view({num_tokens, num_active}),
-          at::empty_like(hidden_states)};
+          at::empty_like(hidden_states),
+          partials_of_set(0)};
 }
 
 }  // namespace quire::decoder
