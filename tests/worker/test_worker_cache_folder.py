@@ -154,6 +154,36 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.stem for path in tmp_path.iterdir()] == ["other"]
 
 
+def test_files_that_are_mapped_are_not_evicted_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They free nothing while a process has them: the first one shows it."""
+    folder = CacheFolder(tmp_path, _LARGE)
+    for at, key in enumerate("abc"):
+        folder.write(key, writer())
+        os.utime(folder.path(key), (1000 + at, 1000 + at))
+    free = 2**30 + writer().num_bytes // 2
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: _Usage(10**12, 10**12, free))
+    with capture_logs() as logs:
+        assert not folder.write("d", writer())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.packed", "c.packed"]
+    assert [line["event"] for line in logs] == [
+        "packed weights evicted",
+        "packed weights are not cached",
+    ]
+
+
+def test_nothing_is_evicted_for_what_another_process_writes(tmp_path: Path) -> None:
+    size = writer().num_bytes
+    folder = CacheFolder(tmp_path, 2 * size)
+    for key in "ab":
+        folder.write(key, writer())
+    with (tmp_path / "c.partial").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not folder.write("c", writer())
+    assert sorted(path.name for path in tmp_path.glob("*.packed")) == ["a.packed", "b.packed"]
+
+
 def test_a_disk_that_gets_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, file: Any) -> None:
         file.write(b"a part")

@@ -309,7 +309,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"weight_cache_size": 0}, {"kernels": "torch"}, {"kv_cache_dtype": "fp8_e5m2"}],
+    [
+        {"weight_cache_size": 0},
+        {"kernels": "torch"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        # Refused when the checkpoint is loaded.
+        {"enable_torch_compile": True},
+        {"attention": "torch-varlen"},
+    ],
     ids=str,
 )
 def test_a_worker_without_a_cache(changes: dict[str, Any], model: Path, cache: Path) -> None:

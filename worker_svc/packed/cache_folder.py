@@ -44,11 +44,15 @@ class CacheFolder:
         """Write a file unless another process does; evict others, those used longest ago first.
         False, with a line in the log, if it cannot be written."""
         try:
-            if self.path(key).exists() or not self._make_room(content.num_bytes):
+            if self.path(key).exists():
                 return False
+            self._folder.mkdir(parents=True, exist_ok=True)
             with self._partial(key) as file:
                 if file is None:
                     log.info("another process writes the packed weights", key=key)
+                    return False
+                # After that: files would be evicted for what another process has written already.
+                if not self._make_room(content.num_bytes):
                     return False
                 content.write(file)
                 file.flush()
@@ -62,7 +66,6 @@ class CacheFolder:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict files until `num_bytes` fit; False, with a line in the log, if they do not."""
-        self._folder.mkdir(parents=True, exist_ok=True)
         if num_bytes > self._max_bytes:
             limit = size_text(self._max_bytes)
             self._log_refusal(bytes=size_text(num_bytes), reason=f"more than the limit of {limit}")
@@ -76,11 +79,13 @@ class CacheFolder:
             free = shutil.disk_usage(self._folder).free
             if total + num_bytes <= self._max_bytes and num_bytes + _SPARE_BYTES <= free:
                 break
-            # A process that has mapped it keeps its content.
             path.unlink(missing_ok=True)
             total -= found.st_size
             log.info("packed weights evicted", file=path.name, bytes=size_text(found.st_size))
-        # The disk keeps what processes have mapped.
+            # The disk keeps what processes have mapped: the other files may be mapped as well.
+            gained = shutil.disk_usage(self._folder).free - free
+            if total + num_bytes <= self._max_bytes and gained < found.st_size // 2:
+                break
         return self._fits_disk(num_bytes, 0)
 
     def _fits_disk(self, num_bytes: int, num_evictable: int) -> bool:

@@ -55,6 +55,8 @@ class ModelCache:
             return None
         if settings.kv_cache_dtype != "auto" or sys.platform != "linux":
             return None
+        if settings.enable_torch_compile or settings.attention not in ("auto", "paged"):
+            return None  # Refused, with the reason, when the model is loaded.
         announce_compilation(settings.kernels, device, progress)
         try:
             implementation = choose("cpu", (), settings.kernels)
