@@ -20,7 +20,7 @@ from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.message import CountTokensRequest, MessageRequest
 from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.http.bodies.tokenizer import DetokenizeRequest, TokenizeRequest
-from gateway_svc.http.context import RequestContext
+from gateway_svc.http.context import RequestContext, chosen_id
 from gateway_svc.http.dialects import INTERNAL_ERROR, dialect_of
 from gateway_svc.http.errors import CHAT_NAMES, HttpError, to_http
 from gateway_svc.http.generations import Generations
@@ -134,5 +134,7 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _response(request: Request, error: HttpError) -> JSONResponse:
-    body = dialect_of(request.url.path).error_body(error)
-    return JSONResponse(body, error.status, error.headers)
+    """With the id that the client has chosen, as its log may have it: there is no other one yet."""
+    dialect = dialect_of(request.url.path)
+    headers = {**error.headers, **dialect.id_headers(chosen_id(request))}
+    return JSONResponse(dialect.error_body(error), error.status, headers)

@@ -45,12 +45,12 @@ class RequestContext:
     def request_id(request: Request) -> str:
         """The client's, or a random one. The Idempotency-Key is the same for each attempt, the
         X-Request-Id of some proxies is not."""
-        return _chosen_id(request) or secrets.token_hex(16)
+        return chosen_id(request) or secrets.token_hex(16)
 
     @staticmethod
     def has_request_id(request: Request) -> bool:
         """Whether the client has chosen the id."""
-        return bool(_chosen_id(request))
+        return bool(chosen_id(request))
 
     def _max_body_bytes(self) -> int:
         """More than any request that the model's context can hold."""
@@ -60,5 +60,7 @@ class RequestContext:
         return min(max(_MIN_BODY_BYTES, characters * _BYTES_PER_CHARACTER), _MAX_BODY_BYTES)
 
 
-def _chosen_id(request: Request) -> str | None:
-    return request.headers.get("idempotency-key") or request.headers.get("x-request-id")
+def chosen_id(request: Request) -> str:
+    """The id that the client has chosen for its request; empty without one."""
+    names = ("idempotency-key", "x-request-id")
+    return next((value for name in names if (value := request.headers.get(name))), "")

@@ -1,5 +1,6 @@
 """How errors are written and streams end: for clients of OpenAI's API, and of Anthropic's."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ INTERNAL_ERROR: Final = HttpError(
     {},
 )
 _MESSAGES: Final = "/v1/messages"
+_PRINTABLE: Final = re.compile(r"[\x21-\x7e]+")
 # Anthropic's types of errors, where they differ from the others.
 _TYPES: Final = {
     404: "not_found_error",
@@ -37,7 +39,11 @@ class Dialect:
     # Whether a stream ends with `[DONE]`.
     has_done: bool
     # Headers with the id of the request.
-    id_headers: tuple[str, ...]
+    id_names: tuple[str, ...]
+
+    def id_headers(self, request_id: str) -> dict[str, str]:
+        """Headers with the id; none if it cannot be in a header, as it is refused elsewhere."""
+        return dict.fromkeys(self.id_names, request_id) if _PRINTABLE.fullmatch(request_id) else {}
 
 
 def _anthropic_error(error: HttpError) -> dict[str, Any]:

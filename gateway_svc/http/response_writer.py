@@ -1,7 +1,6 @@
 """Writes responses to ASGI: server-sent events, without a task per event, or one JSON object."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -17,7 +16,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 # Shorter than the idle timeouts of common proxies.
 KEEP_ALIVE_S = 15.0
-_PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _COMMENT = b": keep-alive\n\n"
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,10 +37,10 @@ class ResponseWriter:
         self._send = send
         self._has_ids = has_ids
         self._dialect = dialect
-        # Others cannot be in a header; they are refused when they are checked.
-        is_valid = _PRINTABLE.fullmatch(request_id)
-        names = dialect.id_headers if is_valid else ()
-        self._headers = [(name.encode(), request_id.encode()) for name in names]
+        self._headers = [
+            (name.encode(), value.encode())
+            for name, value in dialect.id_headers(request_id).items()
+        ]
         self._written_at = 0.0
 
     async def start(self) -> None:

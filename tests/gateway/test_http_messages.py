@@ -538,6 +538,23 @@ async def test_any_wrong_value_is_refused_with_its_field(tools: Http) -> None:
     assert num_refused > 300
 
 
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [(PATH, {"request-id", "x-request-id"}), ("/v1/chat/completions", {"x-request-id"})],
+)
+async def test_a_refused_body_has_the_clients_id(http: Http, path: str, names: set[str]) -> None:
+    for given, expected in (
+        ({"x-request-id": "r"}, "r"),
+        ({"x-request-id": "ü"}, None),
+        ({}, None),
+    ):
+        encoded = {name: value.encode("latin-1") for name, value in given.items()}
+        response = await http.client.post(path, json={"model": 3}, headers=encoded)
+        assert response.status_code == 400
+        ids = {name: response.headers.get(name) for name in ("request-id", "x-request-id")}
+        assert ids == {name: expected if name in names else None for name in ids}
+
+
 async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
     async with client_of(http) as client:
 
