@@ -93,7 +93,13 @@ class Participation:
             await self._tenants.exchange(num_shards)
 
         await self._is_map_current.wait()
-        await self._coordinator.set_num_shards(num_shards, prepare)
+        try:
+            await self._coordinator.set_num_shards(num_shards, prepare)
+        except BaseException:
+            if self._membership.map.num_shards == 1:
+                # `prepare` has left this shard without a share, and a single one asks for none.
+                self._tenants.undivide()
+            raise
 
     def load(self) -> ShardLoad | None:
         """The shard's load now; None while the lease may have expired."""
