@@ -50,6 +50,7 @@ class Participation:
             process.stores,
             record_writer,
             claims,
+            lambda: lease.is_held,
             handler.next_sequence_id,
             handler.give,
             handler.take,

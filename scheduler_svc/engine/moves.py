@@ -51,13 +51,14 @@ class Moves:
         stores: Mapping[int, Store],
         record_writer: RecordWriter,
         claims: Claims,
+        is_leading: Callable[[], bool],
         next_sequence_id: Callable[[int], int],
         on_given: Callable[[Group, int], None],
         on_taken: Callable[[Group], None],
     ) -> None:
-        """`stores`: those of all shards. `next_sequence_id` returns the first of so many ids.
-        `on_given` is called with a request that another shard has, and its number; `on_taken` with
-        one that another shard has given."""
+        """`stores`: those of all shards. `is_leading`: whether the lease has certainly not expired.
+        `next_sequence_id` returns the first of so many ids. `on_given` is called with a request
+        that another shard has, and its number; `on_taken` with one that another shard has given."""
         self._shard = shard
         self._membership = membership
         self._engine = engine
@@ -65,6 +66,7 @@ class Moves:
         self._stores = stores
         self._record_writer = record_writer
         self._claims = claims
+        self._is_leading = is_leading
         self._next_sequence_id = next_sequence_id
         self._on_given = on_given
         self._on_taken = on_taken
@@ -81,6 +83,9 @@ class Moves:
         taken_at = -math.inf
         while True:
             await sleep_ticks(HEARTBEAT_S)
+            if not self._is_leading():
+                # Another leader may run these requests: the inboxes of others have no fence.
+                continue
             now = asyncio.get_running_loop().time()
             try:
                 if self._others_wait() or now - taken_at > LOOK_S:
@@ -115,7 +120,8 @@ class Moves:
                 if model != self._engine.output_model:
                     groups = [group for group in groups if not _has_output(group)]
             # Some may have got a row, or have ended, while others were given.
-            if groups := [group for group in self._candidates() if group in groups]:
+            groups = [group for group in self._candidates() if group in groups]
+            if groups and self._is_leading():
                 await self._give(groups, target)
 
     def _is_stranded(self) -> bool:

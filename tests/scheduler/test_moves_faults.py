@@ -104,6 +104,7 @@ class Cluster:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.claims = engine, Claims()
+        self.is_leading = True
         self.stores = [Redis() for _ in range(3)]
         self.ids = itertools.count(100)
         self.given: list[str] = []
@@ -121,6 +122,7 @@ class Cluster:
             dict(enumerate(self.stores)),
             Writer(),
             self.claims,
+            lambda: self.is_leading,
             lambda count: next(self.ids),
             lambda group, shard: self.given.append(group.key.request_id),
             lambda group: self.taken.append(group.key.request_id),
@@ -177,6 +179,24 @@ async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Clu
     await cluster.run_for(0.1)
     assert cluster.given == ["x", "y"]
     assert not cluster.engine.live
+
+
+async def test_a_leader_that_may_have_been_replaced_moves_nothing(cluster: Cluster) -> None:
+    cluster.is_leading = False
+    cluster.stores[0].inbox = [Moved(to_record(group_of(request("z")))).pack()]
+    await cluster.run_for(0.1)
+    assert not cluster.given
+    assert not cluster.taken
+    cluster.stores[0].inbox.clear()
+    cluster.is_leading = True
+
+    def expire() -> None:
+        cluster.is_leading = False
+
+    cluster.stores[1].when_given = expire
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x"]
+    assert [len(store.inbox) for store in cluster.stores] == [0, 1, 0]
 
 
 async def test_a_request_is_taken_after_a_lost_reply(cluster: Cluster) -> None:
