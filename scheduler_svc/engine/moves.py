@@ -168,7 +168,8 @@ class Moves:
         try:
             packed = [Moved(to_record(group)).pack() for group in groups]
             await self._stores[target].put_in_inbox(packed)
-        except StoreUnavailable:
+        except BaseException:
+            # Also when the term ends here: the next one continues the live requests only.
             for group in groups:
                 self._engine.return_withdrawn(group)
             raise

@@ -199,6 +199,37 @@ async def test_a_leader_that_may_have_been_replaced_moves_nothing(cluster: Clust
     assert [len(store.inbox) for store in cluster.stores] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable, RuntimeError])
+async def test_a_request_that_cannot_be_given_stays(cluster: Cluster, error, monkeypatch) -> None:
+    async def fail(packed: list[bytes]) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.stores[1], "put_in_inbox", fail)
+    with contextlib.nullcontext() if error is StoreUnavailable else pytest.raises(error):
+        await cluster.run_for(0.1)
+    assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+    assert not cluster.given
+
+
+async def test_a_request_stays_if_the_term_ends_while_it_is_given(
+    cluster: Cluster, monkeypatch
+) -> None:
+    is_giving = asyncio.Event()
+
+    async def hang(packed: list[bytes]) -> None:
+        is_giving.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(cluster.stores[1], "put_in_inbox", hang)
+    running = asyncio.create_task(cluster.moves.run())
+    async with asyncio.timeout(10):
+        await is_giving.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+
+
 async def test_a_request_is_taken_after_a_lost_reply(cluster: Cluster) -> None:
     cluster.stores[0].inbox = [Moved(to_record(group_of(request("z")))).pack()]
     cluster.stores[0].num_lost_replies = 1
