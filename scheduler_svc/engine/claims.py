@@ -71,13 +71,16 @@ class Claims:
 
     async def claim_all(self) -> None:
         """Claim the ids of all requests of this shard, from now on also of new ones: other shards
-        are about to begin. Raises StoreError."""
+        are about to begin. Ids that other shards have by now stay theirs. Raises StoreError."""
         self._is_begun = True
         # Without claims: their records may be stored after the scan has passed them.
         for is_recorded in list(self._recordings):
             await is_recorded.wait()
         keys = await self._store.stored_requests()
-        await self._directory.claim(keys, self.shard, self._ttl_s, Claim.ALL)
+        # What a single shard finds claimed is left from requests that are gone.
+        is_single = self._membership.map.num_shards == 1
+        which = Claim.ALL if is_single else Claim.NEW
+        await self._directory.claim(keys, self.shard, self._ttl_s, which)
 
     async def run(self) -> None:
         """Renew the claims of requests that live for long, until cancelled."""

@@ -117,6 +117,13 @@ async def test_before_others_begin_all_requests_are_claimed(directory, member) -
         assert mine.is_needed, "also of those that come before the others are known"
 
 
+async def test_before_more_begin_the_ids_of_others_stay_theirs(directory, member) -> None:
+    member.set_map(ClusterMap(1, 2), member.now_ms)
+    await claims(directory, member, {}).claim_all()
+    [(keys, shard, _, which)] = directory.calls
+    assert (keys, shard, which) == ([A, B], 2, Claim.NEW)
+
+
 async def test_an_id_of_another_shard_is_reported(directory, member) -> None:
     directory.shards = {B: 7}
     assert await claims(directory, member, {}).claim([A, B]) == [2, 7]
