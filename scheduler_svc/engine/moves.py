@@ -56,9 +56,10 @@ class Moves:
         on_given: Callable[[Group, int], None],
         on_taken: Callable[[Group], None],
     ) -> None:
-        """`stores`: those of all shards. `is_leading`: whether the lease has certainly not expired.
-        `next_sequence_id` returns the first of so many ids. `on_given` is called with a request
-        that another shard has, and its number; `on_taken` with one that another shard has given."""
+        """`stores`: those of all shards that this process has begun with. `is_leading`: whether the
+        lease has certainly not expired. `next_sequence_id` returns the first of so many ids.
+        `on_given` is called with a request that another shard has, and its number; `on_taken` with
+        one that another shard has given."""
         self._shard = shard
         self._membership = membership
         self._engine = engine
@@ -112,6 +113,9 @@ class Moves:
         self._waiting = set(candidates)
         loads = self._membership.loads
         for target, count in planned(self._shard, len(ripe), loads).items():
+            if target not in self._stores:
+                # It was just added to the map.
+                continue
             groups = self._fitting(ripe, min(count, _BATCH), loads[target])
             ripe = [group for group in ripe if group not in groups]
             if any(map(_has_output, groups)):

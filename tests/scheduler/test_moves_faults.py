@@ -106,6 +106,7 @@ class Cluster:
         self.engine, self.claims = engine, Claims()
         self.is_leading = True
         self.stores = [Redis() for _ in range(3)]
+        self.known_stores = dict(enumerate(self.stores))
         self.ids = itertools.count(100)
         self.given: list[str] = []
         self.taken: list[str] = []
@@ -119,7 +120,7 @@ class Cluster:
             SimpleNamespace(loads=loads, map=SimpleNamespace(num_shards=3)),
             engine,
             self.stores[0],
-            dict(enumerate(self.stores)),
+            self.known_stores,
             Writer(),
             self.claims,
             lambda: self.is_leading,
@@ -228,6 +229,16 @@ async def test_a_request_stays_if_the_term_ends_while_it_is_given(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+
+
+async def test_a_shard_that_was_just_added_gets_nothing_yet(cluster: Cluster) -> None:
+    added = cluster.known_stores.pop(1)
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x"]
+    assert [len(store.inbox) for store in cluster.stores] == [0, 0, 1]
+    cluster.known_stores[1] = added
+    await cluster.run_until_given(2)
+    assert cluster.given == ["x", "y"]
 
 
 async def test_a_request_is_taken_after_a_lost_reply(cluster: Cluster) -> None:
