@@ -58,7 +58,7 @@ class Participation:
         self._tenants = TenantExchange(
             shard, store.leadership.epoch, engine, process.membership, process.cluster
         )
-        handler.set_take_moved(self._moves.take)
+        handler.set_moves(self._moves.take, self._moves.giving)
         handler.set_ask_for_room(self._tenants.ask)
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (

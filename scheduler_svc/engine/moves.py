@@ -71,6 +71,8 @@ class Moves:
         self._next_sequence_id = next_sequence_id
         self._on_given = on_given
         self._on_taken = on_taken
+        # Requests that have left the engine and are not another shard's yet. They can be cancelled.
+        self.giving: dict[RequestKey, Group] = {}
         # Since when the shard has no worker; None while it has one.
         self._alone_since: float | None = None
         # Requests that have waited since the last look.
@@ -169,12 +171,14 @@ class Moves:
     async def _give(self, groups: list[Group], target: int) -> None:
         for group in groups:
             self._engine.withdraw(group)
+            self.giving[group.key] = group
         try:
             packed = [Moved(to_record(group)).pack() for group in groups]
             await self._stores[target].put_in_inbox(packed)
         except BaseException:
             # Also when the term ends here: the next one continues the live requests only.
             for group in groups:
+                del self.giving[group.key]
                 self._engine.return_withdrawn(group)
             raise
         log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
@@ -185,6 +189,7 @@ class Moves:
             # The other shard has them, and claims them, too: their gateways must not wait here.
             self._record_writer.discard(group.record for group in groups)
             for group in groups:
+                del self.giving[group.key]
                 self._on_given(group, target)
             # Those cancelled meanwhile.
             cancelled = [group for group in groups if group.error is not None]

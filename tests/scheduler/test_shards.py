@@ -497,7 +497,7 @@ async def test_questions_that_find_leadership_lost_leave_no_traceback(stack: Sta
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     gateway = await stack.gateway()
     handler = stack.member.term.handler
-    handler.set_take_moved(lost)
+    handler.set_moves(lost, {})
     key = scheduler_pb2.RequestKey(request_id="none")
     await gateway.send(
         lookups=[scheduler_pb2.Lookup(tag=1, request=key)],
