@@ -125,6 +125,8 @@ class Moves:
                 model = await self._stores[target].model()
                 if model != self._engine.output_model:
                     groups = [group for group in groups if not _has_output(group)]
+                # The journal of a lost lane must not be compacted into a record that is deleted.
+                await self._record_writer.compact([x for group in groups for x in group.sequences])
             # Some may have got a row, or have ended, while others were given.
             groups = [group for group in self._candidates() if group in groups]
             if groups and self._is_leading():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.moves import Moves
-from scheduler_svc.engine.record_conversion import group_of, to_record
+from scheduler_svc.engine.record_conversion import from_record, group_of, to_record
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.inbox import Moved
 from scheduler_svc.store.requests import RecordOutcome, RequestKey, RequestRecord
@@ -26,6 +27,7 @@ class Engine:
         self.live = {group.key: group for group in groups}
         self.lanes: dict[int, object] = {1: object()}
         self.waiting = self
+        self.output_model = b""
 
     def first(self, count: int) -> list[Sequence]:
         waiting = [one for group in self.live.values() for one in group.sequences]
@@ -51,6 +53,9 @@ class Redis:
         # Calls of `record` that execute, and have no reply.
         self.num_lost_replies = 0
         self.when_given = lambda: None
+
+    async def model(self) -> bytes:
+        return b""
 
     async def put_in_inbox(self, packed: list[bytes]) -> None:
         await asyncio.sleep(0)
@@ -81,7 +86,9 @@ class Writer:
         pass
 
     async def compact(self, sequences: list[Sequence]) -> None:
-        pass
+        await asyncio.sleep(0)
+        for sequence in sequences:
+            sequence.num_recorded = sequence.num_journaled
 
 
 class Claims:
@@ -173,6 +180,23 @@ async def test_a_request_for_which_no_other_shard_has_blocks_stays(
     cluster.engine.lanes.clear()
     await cluster.run_until_given(2)
     assert cluster.given == ["y", "x"]
+
+
+async def test_output_is_in_the_record_before_a_request_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What compacts the journal of its lost lane later finds nothing to write."""
+    monkeypatch.setattr("scheduler_svc.engine.moves.HEARTBEAT_S", 0.01)
+    stored = to_record(group_of(request("x")))
+    group = from_record(replace(stored, output_token_ids={0: [7]}), {})
+    [sequence] = group.sequences
+    sequence.num_recorded = 0
+    cluster = Cluster(Engine([group]))
+    cluster.engine.lanes.clear()
+    recorded: list[int] = []
+    cluster.stores[1].when_given = lambda: recorded.append(sequence.num_recorded)
+    await cluster.run_until_given(1)
+    assert recorded[0] == sequence.num_journaled == 1
 
 
 async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Cluster) -> None:
