@@ -50,6 +50,7 @@ class Participation:
             process.stores,
             record_writer,
             claims,
+            lambda: lease.is_held,
             handler.next_sequence_id,
             handler.give,
             handler.take,
@@ -57,7 +58,7 @@ class Participation:
         self._tenants = TenantExchange(
             shard, store.leadership.epoch, engine, process.membership, process.cluster
         )
-        handler.set_take_moved(self._moves.take)
+        handler.set_moves(self._moves.take, self._moves.giving)
         handler.set_ask_for_room(self._tenants.ask)
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
@@ -93,7 +94,13 @@ class Participation:
             await self._tenants.exchange(num_shards)
 
         await self._is_map_current.wait()
-        await self._coordinator.set_num_shards(num_shards, prepare)
+        try:
+            await self._coordinator.set_num_shards(num_shards, prepare)
+        except BaseException:
+            if self._membership.map.num_shards == 1:
+                # `prepare` has left this shard without a share, and a single one asks for none.
+                self._tenants.undivide()
+            raise
 
     def load(self) -> ShardLoad | None:
         """The shard's load now; None while the lease may have expired."""

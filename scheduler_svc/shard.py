@@ -133,7 +133,7 @@ class Shard:
             # A leader that was replaced does not know by which scheduler.
             self._stop_term(term, "" if is_stale else membership.owner_address(self.number))
         if term is not None and not (is_stale or has_lost_writes):
-            await self._release(term)
+            has_lost_writes = not await self._release(term)
         lease.end()
         if is_stale or not has_lost_writes:
             return None
@@ -164,18 +164,23 @@ class Shard:
         await self._unless_drained(self._must_end.wait())
 
     async def _hand_over(self, term: Term, work: asyncio.Task[None]) -> None:
-        """Wait until the steps in flight are complete and delivered."""
+        """Wait until the steps in flight are complete and delivered. Errors of `work` are raised:
+        what they say of Redis decides whether the state may be written there."""
         self._log.info("draining", requests=len(term.engine.live))
         term.halt()
         await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
 
-    async def _release(self, term: Term) -> None:
-        """Write all state to Redis and release the lease."""
+    async def _release(self, term: Term) -> bool:
+        """Write all state to Redis and release the lease; return False if Redis has lost writes."""
         try:
             await term.flush()
             await self._store.lease.release()
         except StoreError as error:
             self._log.warning("the lease is not released", reason=str(error))
+            return not isinstance(error, LeadershipLost | RecordMismatch)
+        return True
 
     def _stop_term(self, term: Term | None, successor: str) -> None:
         self.term = None

@@ -14,6 +14,7 @@ from scheduler_svc.store.store import Store
 # A claim outlives the record of its request, which may run for as long as it is renewed.
 _LIFETIME_S = 3600
 _RENEWAL_S = 1200.0
+_RETRY_S = 1.0
 
 
 class Claims:
@@ -71,24 +72,31 @@ class Claims:
 
     async def claim_all(self) -> None:
         """Claim the ids of all requests of this shard, from now on also of new ones: other shards
-        are about to begin. Raises StoreError."""
+        are about to begin. Ids that other shards have by now stay theirs. Raises StoreError."""
         self._is_begun = True
         # Without claims: their records may be stored after the scan has passed them.
         for is_recorded in list(self._recordings):
             await is_recorded.wait()
         keys = await self._store.stored_requests()
-        await self._directory.claim(keys, self.shard, self._ttl_s, Claim.ALL)
+        # What a single shard finds claimed is left from requests that are gone.
+        is_single = self._membership.map.num_shards == 1
+        which = Claim.ALL if is_single else Claim.NEW
+        await self._directory.claim(keys, self.shard, self._ttl_s, which)
 
     async def run(self) -> None:
-        """Renew the claims of requests that live for long, until cancelled."""
+        """Renew the claims of live requests, at once and then from time to time, until cancelled.
+        Those that Redis has lost are made again; ids that other shards have stay theirs."""
         await self._membership.read_again()
         self._is_map_current = True
         while True:
-            await asyncio.sleep(_RENEWAL_S)
-            keys = list(self._live)
-            if keys and self.is_needed:
-                try:
-                    await self._directory.claim(keys, self.shard, self._ttl_s, Claim.KNOWN)
-                except StoreError:
-                    # A claim outlives several renewals.
-                    continue
+            is_renewed = await self._renew()
+            await asyncio.sleep(_RENEWAL_S if is_renewed else _RETRY_S)
+
+    async def _renew(self) -> bool:
+        keys = list(self._live)
+        if keys and self.is_needed:
+            try:
+                await self._directory.claim(keys, self.shard, self._ttl_s, Claim.NEW)
+            except StoreError:
+                return False
+        return True

@@ -51,11 +51,13 @@ class Moves:
         stores: Mapping[int, Store],
         record_writer: RecordWriter,
         claims: Claims,
+        is_leading: Callable[[], bool],
         next_sequence_id: Callable[[int], int],
         on_given: Callable[[Group, int], None],
         on_taken: Callable[[Group], None],
     ) -> None:
-        """`stores`: those of all shards. `next_sequence_id` returns the first of so many ids.
+        """`stores`: those of all shards that this process has begun with. `is_leading`: whether the
+        lease has certainly not expired. `next_sequence_id` returns the first of so many ids.
         `on_given` is called with a request that another shard has, and its number; `on_taken` with
         one that another shard has given."""
         self._shard = shard
@@ -65,9 +67,12 @@ class Moves:
         self._stores = stores
         self._record_writer = record_writer
         self._claims = claims
+        self._is_leading = is_leading
         self._next_sequence_id = next_sequence_id
         self._on_given = on_given
         self._on_taken = on_taken
+        # Requests that have left the engine and are not another shard's yet. They can be cancelled.
+        self.giving: dict[RequestKey, Group] = {}
         # Since when the shard has no worker; None while it has one.
         self._alone_since: float | None = None
         # Requests that have waited since the last look.
@@ -81,6 +86,9 @@ class Moves:
         taken_at = -math.inf
         while True:
             await sleep_ticks(HEARTBEAT_S)
+            if not self._is_leading():
+                # Another leader may run these requests: the inboxes of others have no fence.
+                continue
             now = asyncio.get_running_loop().time()
             try:
                 if self._others_wait() or now - taken_at > LOOK_S:
@@ -107,6 +115,9 @@ class Moves:
         self._waiting = set(candidates)
         loads = self._membership.loads
         for target, count in planned(self._shard, len(ripe), loads).items():
+            if target not in self._stores:
+                # It was just added to the map.
+                continue
             groups = self._fitting(ripe, min(count, _BATCH), loads[target])
             ripe = [group for group in ripe if group not in groups]
             if any(map(_has_output, groups)):
@@ -114,8 +125,11 @@ class Moves:
                 model = await self._stores[target].model()
                 if model != self._engine.output_model:
                     groups = [group for group in groups if not _has_output(group)]
+                # The journal of a lost lane must not be compacted into a record that is deleted.
+                await self._record_writer.compact([x for group in groups for x in group.sequences])
             # Some may have got a row, or have ended, while others were given.
-            if groups := [group for group in self._candidates() if group in groups]:
+            groups = [group for group in self._candidates() if group in groups]
+            if groups and self._is_leading():
                 await self._give(groups, target)
 
     def _is_stranded(self) -> bool:
@@ -159,11 +173,14 @@ class Moves:
     async def _give(self, groups: list[Group], target: int) -> None:
         for group in groups:
             self._engine.withdraw(group)
+            self.giving[group.key] = group
         try:
             packed = [Moved(to_record(group)).pack() for group in groups]
             await self._stores[target].put_in_inbox(packed)
-        except StoreUnavailable:
+        except BaseException:
+            # Also when the term ends here: the next one continues the live requests only.
             for group in groups:
+                del self.giving[group.key]
                 self._engine.return_withdrawn(group)
             raise
         log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
@@ -174,6 +191,7 @@ class Moves:
             # The other shard has them, and claims them, too: their gateways must not wait here.
             self._record_writer.discard(group.record for group in groups)
             for group in groups:
+                del self.giving[group.key]
                 self._on_given(group, target)
             # Those cancelled meanwhile.
             cancelled = [group for group in groups if group.error is not None]

@@ -198,6 +198,10 @@ class TenantExchange:
                 self._has_ended.set()
                 self._has_ended = asyncio.Event()
 
+    def undivide(self) -> None:
+        """Let this shard use every limit as a whole again: there are no others after all."""
+        self._engine.quotas.divide(self._shard, [{}])
+
     async def _exchange(self, num_shards: int) -> None:
         if not self._engine.quotas.has_others:
             # What is claimed then is a share, and not the limit.

@@ -1,7 +1,7 @@
 """Dispatches gateway frames to the engine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 
 from grpc import StatusCode
@@ -43,6 +43,7 @@ class FrameHandler:
         self._attachments = Attachments(engine, store, record_writer, self._orphans)
         self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
         self._take_moved: Callable[[], Awaitable[None]] = nothing_moved
+        self._giving: Mapping[RequestKey, Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
@@ -105,9 +106,13 @@ class FrameHandler:
         group.subscriber.failed(group, other_shard(shard))
         group.subscriber = NullSubscriber()
 
-    def set_take_moved(self, take_moved: Callable[[], Awaitable[None]]) -> None:
-        """Call this before a request counts as unknown: another shard may have just given it."""
+    def set_moves(
+        self, take_moved: Callable[[], Awaitable[None]], giving: Mapping[RequestKey, Group]
+    ) -> None:
+        """`take_moved` is called before a request counts as unknown: another shard may have just
+        given it. `giving`: those that are just being given to others."""
         self._take_moved = self._attachments.take_moved = take_moved
+        self._giving = giving
 
     def set_ask_for_room(self, ask_for_room: Callable[[float], Awaitable[bool]]) -> None:
         """Call this for requests beyond this shard's share of a tenant's limit."""
@@ -216,7 +221,7 @@ class FrameHandler:
         if cancellation.WhichOneof("target") == "attachment":
             return connection.attached.get(cancellation.attachment)
         key = RequestKey(cancellation.request.principal, cancellation.request.request_id)
-        return self._engine.live.get(key)
+        return self._engine.live.get(key) or self._giving.get(key)
 
     def _cancel(self, group: Group | None) -> bool:
         if group is None or group.error is not None:

@@ -117,6 +117,13 @@ async def test_before_others_begin_all_requests_are_claimed(directory, member) -
         assert mine.is_needed, "also of those that come before the others are known"
 
 
+async def test_before_more_begin_the_ids_of_others_stay_theirs(directory, member) -> None:
+    member.set_map(ClusterMap(1, 2), member.now_ms)
+    await claims(directory, member, {}).claim_all()
+    [(keys, shard, _, which)] = directory.calls
+    assert (keys, shard, which) == ([A, B], 2, Claim.NEW)
+
+
 async def test_an_id_of_another_shard_is_reported(directory, member) -> None:
     directory.shards = {B: 7}
     assert await claims(directory, member, {}).claim([A, B]) == [2, 7]
@@ -130,6 +137,7 @@ async def test_a_request_that_moves_takes_its_claim_along(directory, member) -> 
 
 async def test_claims_of_live_requests_are_renewed(directory, member, monkeypatch) -> None:
     monkeypatch.setattr(claims_module, "_RENEWAL_S", 0.001)
+    monkeypatch.setattr(claims_module, "_RETRY_S", 0.001)
     live: dict = {}
     directory.num_failures = 1
     async with running(claims(directory, member, live)):
@@ -137,4 +145,14 @@ async def test_claims_of_live_requests_are_renewed(directory, member, monkeypatc
         live[A] = None
         member.set_map(ClusterMap(1, 2), member.now_ms)
         await until(lambda: len(directory.calls) > 2, "renewals, also after a failure")
-        assert all(keys == [A] and which is Claim.KNOWN for keys, _, _, which in directory.calls)
+        assert all(keys == [A] and which is Claim.NEW for keys, _, _, which in directory.calls)
+
+
+async def test_a_new_leader_claims_what_redis_may_have_lost(directory, member, monkeypatch) -> None:
+    monkeypatch.setattr(claims_module, "_RETRY_S", 0.001)
+    member.set_map(ClusterMap(1, 2), member.now_ms)
+    directory.num_failures = 1
+    async with running(claims(directory, member, {A: None, B: None})):
+        await beat(member)
+        await until(lambda: len(directory.calls) == 2, "the claims, again after a failure")
+        assert directory.calls[1][0] == [A, B]

@@ -472,6 +472,20 @@ async def test_the_first_shard_reports_what_is_used_before_others_begin() -> Non
     assert Report.parse(table.reports[0]).usages["a"].claimed_live_requests == 8
 
 
+async def test_a_shard_that_stays_alone_has_the_whole_limit_again() -> None:
+    engine, table, new = Engine(), Table(), Reservation("a", 5, is_resumable=False)
+    exchange = TenantExchange(0, 1, engine, cluster_of(1), table)
+    table.is_away = True
+    with pytest.raises(StoreUnavailable):
+        await exchange.exchange(num_shards=4)
+    assert engine.quotas.error(new, 0) is not None
+    exchange.undivide()
+    for _ in range(8):
+        assert engine.quotas.error(new, 0) is None
+        engine.quotas.reserve(new)
+    assert engine.quotas.error(new, 0) is not None
+
+
 async def test_shards_that_are_not_in_the_map_yet_count() -> None:
     engine, table, new = Engine(), Table(), Reservation("a", 5, is_resumable=False)
     exchange = TenantExchange(0, 1, engine, cluster_of(2), table)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_stack import (
     ABORTED,
+    CANCELLED,
     NOT_FOUND,
     Gateway,
     Received,
@@ -243,6 +244,41 @@ async def test_a_cancelled_request_stays_cancelled(shards: TwoShards) -> None:
     shards.workers[0].gate.set()
     await until(lambda: all(x.failure for x in first.received.values()), "the ends")
     await until(lambda: not shards.stack.engine.live, "no live request")
+
+
+async def test_a_request_that_is_being_given_can_be_cancelled(
+    shards: TwoShards, monkeypatch
+) -> None:
+    """Another gateway names its id."""
+    put_in_inbox, is_giving, may_give = Store.put_in_inbox, asyncio.Event(), asyncio.Event()
+
+    async def put_late(store: Store, packed: list[bytes]) -> None:
+        is_giving.set()
+        await may_give.wait()
+        await put_in_inbox(store, packed)
+
+    monkeypatch.setattr(Store, "put_in_inbox", put_late)
+    shards.workers[1].gate.clear()
+    first, second = shards.first, shards.second
+    for number in range(8):
+        await first.submit(prompt(9, number), 6, seed=number)
+    async with asyncio.timeout(10):
+        await is_giving.wait()
+    term = shards.stack.member.term
+    key = next(iter(term.participation._moves.giving))
+    target = scheduler_pb2.RequestKey(request_id=key.request_id)
+    await first.send(cancellations=[scheduler_pb2.Cancellation(request=target, tag=7)])
+    await until(lambda: 7 in first.cancelled, "the result")
+    assert first.cancelled[7]
+    may_give.set()
+    [received] = [x for x in first.received.values() if x.submission.request_id == key.request_id]
+    await until(lambda: received.failure is not None, "the move")
+    assert info_of(received.failure).metadata["shard"] == "1"
+    received.failure = received.attachment_generation = None
+    again = second.received[await second.submit_again(received)]
+    await until(lambda: again.failure is not None, "the end")
+    assert again.failure.code == CANCELLED
+    shards.workers[1].gate.set()
 
 
 async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: TwoShards) -> None:

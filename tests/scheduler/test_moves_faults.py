@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.moves import Moves
-from scheduler_svc.engine.record_conversion import group_of, to_record
+from scheduler_svc.engine.record_conversion import from_record, group_of, to_record
 from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.inbox import Moved
 from scheduler_svc.store.requests import RecordOutcome, RequestKey, RequestRecord
@@ -26,6 +27,7 @@ class Engine:
         self.live = {group.key: group for group in groups}
         self.lanes: dict[int, object] = {1: object()}
         self.waiting = self
+        self.output_model = b""
 
     def first(self, count: int) -> list[Sequence]:
         waiting = [one for group in self.live.values() for one in group.sequences]
@@ -51,6 +53,9 @@ class Redis:
         # Calls of `record` that execute, and have no reply.
         self.num_lost_replies = 0
         self.when_given = lambda: None
+
+    async def model(self) -> bytes:
+        return b""
 
     async def put_in_inbox(self, packed: list[bytes]) -> None:
         await asyncio.sleep(0)
@@ -81,7 +86,9 @@ class Writer:
         pass
 
     async def compact(self, sequences: list[Sequence]) -> None:
-        pass
+        await asyncio.sleep(0)
+        for sequence in sequences:
+            sequence.num_recorded = sequence.num_journaled
 
 
 class Claims:
@@ -104,7 +111,9 @@ class Cluster:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.claims = engine, Claims()
+        self.is_leading = True
         self.stores = [Redis() for _ in range(3)]
+        self.known_stores = dict(enumerate(self.stores))
         self.ids = itertools.count(100)
         self.given: list[str] = []
         self.taken: list[str] = []
@@ -118,9 +127,10 @@ class Cluster:
             SimpleNamespace(loads=loads, map=SimpleNamespace(num_shards=3)),
             engine,
             self.stores[0],
-            dict(enumerate(self.stores)),
+            self.known_stores,
             Writer(),
             self.claims,
+            lambda: self.is_leading,
             lambda count: next(self.ids),
             lambda group, shard: self.given.append(group.key.request_id),
             lambda group: self.taken.append(group.key.request_id),
@@ -172,11 +182,87 @@ async def test_a_request_for_which_no_other_shard_has_blocks_stays(
     assert cluster.given == ["y", "x"]
 
 
+async def test_output_is_in_the_record_before_a_request_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What compacts the journal of its lost lane later finds nothing to write."""
+    monkeypatch.setattr("scheduler_svc.engine.moves.HEARTBEAT_S", 0.01)
+    stored = to_record(group_of(request("x")))
+    group = from_record(replace(stored, output_token_ids={0: [7]}), {})
+    [sequence] = group.sequences
+    sequence.num_recorded = 0
+    cluster = Cluster(Engine([group]))
+    cluster.engine.lanes.clear()
+    recorded: list[int] = []
+    cluster.stores[1].when_given = lambda: recorded.append(sequence.num_recorded)
+    await cluster.run_until_given(1)
+    assert recorded[0] == sequence.num_journaled == 1
+
+
 async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Cluster) -> None:
     cluster.claims.is_failing = True
     await cluster.run_for(0.1)
     assert cluster.given == ["x", "y"]
     assert not cluster.engine.live
+
+
+async def test_a_leader_that_may_have_been_replaced_moves_nothing(cluster: Cluster) -> None:
+    cluster.is_leading = False
+    cluster.stores[0].inbox = [Moved(to_record(group_of(request("z")))).pack()]
+    await cluster.run_for(0.1)
+    assert not cluster.given
+    assert not cluster.taken
+    cluster.stores[0].inbox.clear()
+    cluster.is_leading = True
+
+    def expire() -> None:
+        cluster.is_leading = False
+
+    cluster.stores[1].when_given = expire
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x"]
+    assert [len(store.inbox) for store in cluster.stores] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable, RuntimeError])
+async def test_a_request_that_cannot_be_given_stays(cluster: Cluster, error, monkeypatch) -> None:
+    async def fail(packed: list[bytes]) -> None:
+        raise error
+
+    monkeypatch.setattr(cluster.stores[1], "put_in_inbox", fail)
+    with contextlib.nullcontext() if error is StoreUnavailable else pytest.raises(error):
+        await cluster.run_for(0.1)
+    assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+    assert not cluster.given
+
+
+async def test_a_request_stays_if_the_term_ends_while_it_is_given(
+    cluster: Cluster, monkeypatch
+) -> None:
+    is_giving = asyncio.Event()
+
+    async def hang(packed: list[bytes]) -> None:
+        is_giving.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(cluster.stores[1], "put_in_inbox", hang)
+    running = asyncio.create_task(cluster.moves.run())
+    async with asyncio.timeout(10):
+        await is_giving.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+
+
+async def test_a_shard_that_was_just_added_gets_nothing_yet(cluster: Cluster) -> None:
+    added = cluster.known_stores.pop(1)
+    await cluster.run_for(0.1)
+    assert cluster.given == ["x"]
+    assert [len(store.inbox) for store in cluster.stores] == [0, 0, 1]
+    cluster.known_stores[1] = added
+    await cluster.run_until_given(2)
+    assert cluster.given == ["x", "y"]
 
 
 async def test_a_request_is_taken_after_a_lost_reply(cluster: Cluster) -> None:

@@ -19,6 +19,7 @@ from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.pool import Pool
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import Commit, CommitReply
+from scheduler_svc.term import Term
 
 KEYS = ShardKeys(0)
 
@@ -126,6 +127,22 @@ async def test_a_standby_replaces_an_ended_leader_before_its_lease_expires(redis
         gateway = await stack.gateway()
         [again] = await gateway.wait_ended(await gateway.submit_again(received))
         assert again.is_whole
+
+
+async def test_a_defect_that_ends_a_term_during_its_drain_is_raised(
+    redis_url, sockets, monkeypatch
+):
+    run = Term.run
+
+    async def fail(term: Term) -> None:
+        await run(term)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Term, "run", fail)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+            await stack.gateway()
+    assert [str(error) for error in shard_module.leaves(caught.value)] == ["a defect"]
 
 
 async def test_a_drain_does_not_wait_for_an_absent_worker(redis_url, sockets, monkeypatch):

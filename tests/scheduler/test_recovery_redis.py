@@ -102,6 +102,26 @@ async def test_the_leader_restores_a_redis_that_is_rolled_back_behind_the_worker
         await all_are_whole(stack, again, worker)
 
 
+async def test_the_leader_restores_a_redis_that_loses_all_during_a_hand_over(server, sockets):
+    """Without its pool the lane ends; the last write of the term finds the loss."""
+    worker = CheckingWorker(1)
+    # The lease is not renewed meanwhile.
+    async with running_stack(server.url, sockets, {"a": worker}, lease_s=60) as stack:
+        gateway = await stack.gateway()
+        received = await submitted(gateway, 1)
+        worker.gate.clear()
+        await until(lambda: worker.is_held_back, "a step in flight")
+        discovery = stack.member.term._discovery
+        stack.scheduler.shards[0]._must_end.set()
+        await until(lambda: discovery._halting, "the hand-over")
+        with redis.Redis.from_url(server.url) as client:
+            client.flushall()
+        worker.gate.set()
+        again = await comes_back(stack, gateway)
+        await again.attach_again(received)
+        await all_are_whole(stack, again, worker)
+
+
 async def test_leader_and_redis_s_last_second_are_lost_together(server, sockets):
     worker = CheckingWorker(1)
     async with running_stack(server.url, sockets, {"a": worker}, lease_s=0.6) as stack:

@@ -31,8 +31,10 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.participation import Participation
-from scheduler_svc.store.errors import LeadershipLost
+from scheduler_svc.store.cluster import ClusterStore
+from scheduler_svc.store.errors import LeadershipLost, StoreUnavailable
 from scheduler_svc.store.keys import ClusterKeys
+from scheduler_svc.store.store import Store
 
 NUM_SHARDS = 4
 
@@ -411,6 +413,26 @@ async def test_a_tenant_has_its_limit_over_all_shards_together(stack: Stack) -> 
     assert len(await accepted_of(gateways, [3] * 5, range(20, 25))) == 5
 
 
+@pytest.mark.parametrize(("owner", "name"), [(ClusterStore, "exchange"), (Store, "write_map")])
+async def test_a_tenant_keeps_its_limit_if_no_shards_can_be_added(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    async def fail(*args: object) -> None:
+        raise StoreUnavailable("no connection")
+
+    gateway = await stack.gateway()
+    await submit_limited(gateway, 0)
+    await gateway.wait_ended()
+    with monkeypatch.context() as failing:
+        failing.setattr(owner, name, fail)
+        with pytest.raises(grpc.aio.AioRpcError, match="the number is not changed"):
+            await set_num_shards(stack.member)
+    assert not stack.engine.quotas.has_others
+    sent = [await submit_limited(gateway, number) for number in range(1, 6)]
+    await until(lambda: all(map(is_decided, sent)), "decisions")
+    assert all(received.accepted for received in sent)
+
+
 async def test_a_request_that_waits_for_room_can_be_cancelled(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,7 +497,7 @@ async def test_questions_that_find_leadership_lost_leave_no_traceback(stack: Sta
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     gateway = await stack.gateway()
     handler = stack.member.term.handler
-    handler.set_take_moved(lost)
+    handler.set_moves(lost, {})
     key = scheduler_pb2.RequestKey(request_id="none")
     await gateway.send(
         lookups=[scheduler_pb2.Lookup(tag=1, request=key)],
