@@ -6,6 +6,8 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2
 from http_client import Event, Http
 from openai.types.responses import Response
 
@@ -216,6 +218,71 @@ async def test_a_cancelled_response_whose_stream_fails_at_once_is_an_object(
     scheduler.found(await scheduler.cancellations.get(), found=True)
     async with asyncio.timeout(5):
         assert (await cancelling).json()["status"] == "cancelled"
+
+
+def _take_over(http: Http, attachment: scheduler_pb2.Attachment) -> None:
+    """Fail an attachment as the scheduler does when another one takes the request."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="TAKEN_OVER", domain="quire"))
+    http.stack.scheduler.fail(attachment, grpc.StatusCode.ABORTED, details=[detail])
+
+
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_response_that_another_reader_takes_over_is_returned_as_far_as_it_was_read(
+    http: Http, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.routes.response._READ_S", 60)
+    scheduler = http.stack.scheduler
+    body = {"input": "x", "background": background}
+    creating = http.start("/v1/responses", body, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
+    attachment = await scheduler.attachments.get()
+    scheduler.accept(attachment, sent.opaque)
+    scheduler.write(attachment, 0, http.stack.encode("a fox"))
+    _take_over(http, attachment)
+    response = await getting
+    assert response.status_code == 200
+    assert response.json()["status"] == "in_progress"
+    assert response.json()["output"][0]["content"][0]["text"] == "a fox"
+    scheduler.end(sent, 0)
+    await creating
+
+
+@pytest.mark.parametrize("action", ["retrieve", "cancel"])
+async def test_a_response_that_is_taken_over_before_it_is_read_is_attached_again(
+    http: Http, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.routes.response._MAX_ATTACHMENTS", 2)
+    scheduler = http.stack.scheduler
+    creating = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await creating
+    path = "/v1/responses/resp_r"
+
+    def start() -> asyncio.Task[Any]:
+        is_read = action == "retrieve"
+        sending = http.client.get(path) if is_read else http.client.post(f"{path}/cancel")
+        return asyncio.create_task(sending)
+
+    sending = start()
+    _take_over(http, await scheduler.attachments.get())
+    attachment = await scheduler.attachments.get()
+    if action == "retrieve":
+        await _finish(http, attachment, sent.opaque)
+    else:
+        scheduler.accept(attachment, sent.opaque)
+        scheduler.found(await scheduler.cancellations.get(), found=True)
+    expected = "incomplete" if action == "retrieve" else "cancelled"
+    assert (await sending).json()["status"] == expected
+
+    sending = start()
+    for _ in range(2):
+        _take_over(http, await scheduler.attachments.get())
+    response = await sending
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "taken_over")
 
 
 @pytest.mark.parametrize("action", ["retrieve", "cancel"])
