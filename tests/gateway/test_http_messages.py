@@ -463,6 +463,7 @@ async def test_tokens_are_counted(tools: Http) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice: requires a call, and there are no tools"),
         ({"stop_sequences": [""]}, "stop_sequences[0]: has 0 characters"),
         ({"temperature": -1.0}, "temperature: is -1"),
+        ({"system": "x " * 300}, "prompt is too long: messages: has "),
         ({"container": "x"}, "container: is not supported; accepted: null"),
         ({"model": "other"}, "model"),
     ],
