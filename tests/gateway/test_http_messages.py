@@ -321,6 +321,40 @@ async def test_adjacent_messages_of_a_role_are_one(tools: Http) -> None:
     assert rendered.count("<|assistant|>") == 2
 
 
+def test_adjacent_messages_are_joined_with_their_calls_and_thinking() -> None:
+    def of_assistant(*content: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": list(content)}
+
+    def thinking(text: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text}
+
+    sent = [
+        USER,
+        of_assistant({"type": "text", "text": "b"}),
+        of_assistant(thinking("c"), {"type": "tool_use", "id": "1", "name": "f", "input": {}}),
+        of_assistant(thinking("d"), {"type": "tool_use", "id": "2", "name": "g", "input": {}}),
+        of_assistant({"type": "text", "text": "e"}),
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "2"}]},
+    ]
+    messages = message_input.messages_of(
+        [message_input.InputMessage.model_validate(one) for one in sent], None
+    )
+    assert [one.role for one in messages] == ["user", "assistant", "tool", "tool"]
+    joined = messages[1]
+    assert (joined.content, joined.reasoning) == ("b\ne", "c\nd")
+    assert [call.name for call in joined.tool_calls] == ["f", "g"]
+
+
+# Joined one after another, each time with a copy of all texts before, they take longer.
+@pytest.mark.timeout(5)
+def test_many_adjacent_messages_are_joined_in_linear_time() -> None:
+    text = "x" * 2000
+    message = message_input.InputMessage(role="user", content=text)
+    [joined] = message_input.messages_of([message] * 4096, None)
+    assert joined.content == "\n".join([text] * 4096)
+
+
 async def test_a_system_message_at_the_beginning_continues_the_system_prompt(tools: Http) -> None:
     messages = [{"role": "system", "content": "T"}, USER]
     rendered = await prompt(tools, system="S", messages=messages)
