@@ -541,6 +541,14 @@ WHOLE: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
     "chat_template_kwargs": {"a": 1},
+    "context_management": {
+        "edits": [
+            {
+                "type": "clear_thinking_20251015",
+                "keep": {"type": "thinking_turns", "value": 1},
+            }
+        ]
+    },
     "mcp_servers": [],
 }
 WRONG: list[Any] = [None, True, -1, 1.5, 10**30, "x", "\0", [], [None], {}, {"type": "x"}, {"": []}]
@@ -659,13 +667,54 @@ async def test_what_a_client_states_for_its_bill_is_not_part_of_the_prompt(tools
     assert "<|system|>S" in rendered
     assert "billing" not in rendered
     assert "system" not in await prompt(tools, system=[billing])
-    # Of the one that Claude Code asks for, nothing is to be done.
-    edit: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
-    assert await prompt(tools, context_management={"edits": [edit]})
-    edit["keep"] = {"type": "thinking_turns", "value": 1}
-    body = {**BODY, "context_management": {"edits": [edit]}}
-    status, error = await tools.error(PATH, body)
-    assert (status, error["message"][:18]) == (400, "context_management")
+
+
+def _clearing(keep: Any) -> dict[str, Any]:
+    return {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+
+
+async def test_thinking_of_earlier_replies_is_cleared(tools: Http) -> None:
+    def reply(thinking: str) -> dict[str, Any]:
+        call = {"type": "tool_use", "id": thinking, "name": "f", "input": {}}
+        thought = {"type": "thinking", "thinking": thinking, "signature": "s"}
+        return {"role": "assistant", "content": [thought, call]}
+
+    def result(of: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": of}]}
+
+    messages = [
+        *(USER, reply("one"), result("one"), {"role": "assistant", "content": "b"}),
+        # Without thinking: it does not count.
+        *(USER, {"role": "assistant", "content": "c"}),
+        *(USER, reply("two"), result("two"), reply("three"), result("three")),
+    ]
+    thoughts = {f"<think>{name}</think>" for name in ("one", "two", "three")}
+    one = {"<think>one</think>"}
+    for edits, kept in (
+        ({"edits": []}, thoughts),
+        (_clearing("all"), thoughts),
+        (_clearing({"type": "thinking_turns", "value": 1}), thoughts - one),
+        (_clearing({"type": "thinking_turns", "value": 2}), thoughts),
+    ):
+        rendered = await prompt(tools, messages=messages, context_management=edits)
+        assert {thought for thought in thoughts if thought in rendered} == kept
+
+
+@pytest.mark.parametrize(
+    ("edits", "field"),
+    [
+        ([{"type": "clear_tool_uses_20250919"}], "edits[0].type"),
+        (_clearing("last")["edits"], "edits[0].keep"),
+        (_clearing({"type": "thinking_turns", "value": 0})["edits"], "edits[0].keep.value"),
+        (_clearing("all")["edits"] * 2, "edits"),
+    ],
+)
+async def test_other_edits_of_the_context_are_refused(
+    tools: Http, edits: list[Any], field: str
+) -> None:
+    status, error = await tools.error(PATH, {**BODY, "context_management": {"edits": edits}})
+    assert status == 400
+    assert error["message"].startswith(f"context_management.{field}: ")
 
 
 def _fields(kind: Any) -> set[str]:
