@@ -6,6 +6,8 @@ from typing import Any
 
 import grpc
 import pytest
+import tools_model
+from gateway_fake_scheduler import Delta, Entry, deltas
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from http_client import Event, Http
@@ -57,6 +59,43 @@ async def test_a_response(http: Http) -> None:
     assert response["usage"]["output_tokens"] == len(ids)
     # The client itself does not check that fields are there.
     Response.model_validate(response)
+
+
+async def test_an_output_is_accepted_as_input(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what OpenAI's clients add to it."""
+    tools_model.use(http.stack, monkeypatch)
+    asked = {"role": "user", "content": "x"}
+    body = {
+        "tools": [
+            {"type": "function", **tools_model.FUNCTION},
+            {"type": "function", "name": "now"},
+        ],
+        "include": ["message.output_text.logprobs"],
+    }
+    sending = http.start("/v1/responses", {**body, "input": [asked]})
+    sent = await http.submission()
+    ids = http.stack.encode(tools_model.OUTPUT)
+    entries = [[Entry(id_, -0.5, 1)] for id_ in ids]
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.send(deltas=deltas(Delta(sent, 0, ids, logprobs=entries)))
+    http.stack.scheduler.end(sent, len(ids))
+    output = (await sending).json()["output"]
+    assert [item["type"] for item in output] == [
+        *("reasoning", "message", "function_call", "function_call")
+    ]
+    [part] = output[1]["content"]
+    assert part["logprobs"]
+    part["parsed"] = {"a": [1]}
+    output[2]["parsed_arguments"] = {"city": "Bern"}
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+        for item in output[2:]
+    ]
+    sending = http.start("/v1/responses", {**body, "input": [asked, *output, *results]})
+    again = await http.stack.scheduler.serve_one(http.stack.encode("fox"))
+    assert (await sending).status_code == 200
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(again.prompt_token_ids))
+    assert prompt.count(tools_model.ARGUMENTS) == 1
 
 
 async def test_the_first_exchanges_of_too_long_an_input_are_left_out(

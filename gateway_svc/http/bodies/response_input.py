@@ -6,17 +6,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, TextPart, text_of
 from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, unsupported
 from gateway_svc.http.bodies.tools import FunctionTool, ReasoningEffort
 from quire.v1 import conversation_pb2
+
+
+class InputText(TextPart):
+    """A text of the input, or of an earlier response's output."""
+
+    # Of output that a client sends back, the second one of OpenAI's clients. They change nothing.
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+InputContent = str | Annotated[list[InputText], Field(max_length=MAX_MESSAGES)]
 
 
 class InputMessage(HttpRequest):
     """A message of the input, or of an earlier response's output."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: Content
+    content: InputContent
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
@@ -30,6 +41,8 @@ class InputCall(HttpRequest):
     call_id: str
     name: str
     arguments: str
+    # Of OpenAI's client for Python: the arguments once more, as an object.
+    parsed_arguments: Any = None
     id: str | None = None
     status: str | None = None
     namespace: unsupported() = None  # type: ignore[valid-type]
@@ -40,7 +53,7 @@ class InputCallOutput(HttpRequest):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: InputContent
     id: str | None = None
     status: str | None = None
 
