@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2
 from http_client import Event, Http
 from openai.types.responses import Response
 
+from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.scheduler.shards import Shards
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
@@ -59,6 +60,41 @@ async def test_a_response(http: Http) -> None:
     assert response["usage"]["output_tokens"] == len(ids)
     # The client itself does not check that fields are there.
     Response.model_validate(response)
+
+
+async def test_adjacent_messages_of_the_input_are_joined(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shards, "max_model_len", 150)
+    items = [
+        *({"role": "developer", "content": "B"}, {"role": "system", "content": "C"}),
+        *({"role": "user", "content": "D"}, {"role": "user", "content": "E"}),
+        *({"role": "assistant", "content": "F"}, {"role": "assistant", "content": "G"}),
+        *({"role": "developer", "content": "H"}, {"role": "developer", "content": "I"}),
+        {"role": "user", "content": "J"},
+    ]
+    sending = http.start("/v1/responses", {"instructions": "A", "input": items})
+    sent = await http.stack.scheduler.serve_one(http.stack.encode("fox"))
+    assert (await sending).status_code == 200
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+    assert [part.strip() for part in prompt.split("<|")[1:]] == [
+        *("system|>A\nB\nC", "user|>D\nE", "assistant|>F", "assistant|>G"),
+        *("system|>H", "system|>I", "user|>J", "assistant|>"),
+    ]
+
+
+def test_reasoning_belongs_to_no_later_item_than_the_next() -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Why?"}]},
+        {"type": "function_call_output", "call_id": "c", "output": "b"},
+        {"role": "assistant", "content": "d"},
+    ]
+    body = ResponseRequest.model_validate({"input": items})
+    messages = body.message("r").conversation.messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert not any(message.HasField("reasoning") for message in messages)
 
 
 async def test_an_output_is_accepted_as_input(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +165,7 @@ async def test_the_first_exchanges_of_too_long_an_input_are_left_out(
         kept = [number for number in range(9) if f"Q{number}" in found]
         assert kept == list(range(9 - len(kept), 9))
         assert [number for number in range(9) if f"A{number}" in found] == kept
-        assert "<|system|>S" in found
-        assert "<|system|>D" in found
+        assert "<|system|>S\nD" in found
         lengths.append(len(kept))
     assert lengths == sorted(lengths, reverse=True)
     assert 9 > lengths[0] > lengths[2] == lengths[3] >= 1

@@ -8,8 +8,11 @@ from pydantic_core import PydanticCustomError
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, TextPart, text_of
 from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, unsupported
+from gateway_svc.http.bodies.joining import join_adjacent
 from gateway_svc.http.bodies.tools import FunctionTool, ReasoningEffort
 from quire.v1 import conversation_pb2
+
+_SYSTEM = ("system", "developer")
 
 
 class InputText(TextPart):
@@ -128,21 +131,24 @@ def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
     """Reasoning and calls become parts of the assistant's message that they belong to. Adjacent
     items of reasoning are joined as the parts of one are."""
     messages: list[conversation_pb2.Message] = []
-    reasoning: str | None = None
+    # None before any reasoning, which may have no text.
+    thoughts: list[str] | None = None
     for item in items:
+        if isinstance(item, InputReasoning):
+            thoughts = thoughts or []
+            thoughts.append(item.text)
+            continue
+        reasoning = None if thoughts is None else "\n".join(filter(None, thoughts))
+        thoughts = None
         match item:
-            case InputReasoning():
-                reasoning = "\n".join(text for text in (reasoning, item.text) if text)
             case InputMessage():
                 is_assistant = item.role == "assistant"
                 fields: dict[str, Any] = {"reasoning": reasoning} if is_assistant else {}
                 text = text_of(item.content)
                 messages.append(conversation_pb2.Message(role=item.role, content=text, **fields))
-                reasoning = None
             case InputCall():
                 if not messages or messages[-1].role != "assistant" or reasoning is not None:
                     messages.append(conversation_pb2.Message(role="assistant", reasoning=reasoning))
-                    reasoning = None
                 arguments = item.arguments or "{}"
                 messages[-1].tool_calls.add(id=item.call_id, name=item.name, arguments=arguments)
             case InputCallOutput():
@@ -151,3 +157,14 @@ def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
                     conversation_pb2.Message(role="tool", content=text, tool_call_id=item.call_id)
                 )
     return messages
+
+
+def joined(messages: Sequence[conversation_pb2.Message]) -> list[conversation_pb2.Message]:
+    """Join adjacent messages of users, and at the beginning all of the system and of developers,
+    whose roles most templates do not distinguish."""
+    others = (at for at, message in enumerate(messages) if message.role not in _SYSTEM)
+    num_first = next(others, len(messages))
+    return [
+        *join_adjacent(messages[:num_first], lambda one, other: True),
+        *join_adjacent(messages[num_first:], lambda one, other: one.role == other.role == "user"),
+    ]
