@@ -604,6 +604,23 @@ async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
     assert body["error"]["type"] == "api_error"
 
 
+async def test_an_error_within_a_resumed_stream_has_the_form_of_a_message(http: Http) -> None:
+    scheduler = http.stack.scheduler
+    body = {**BODY, "stream": True, "resume_window_s": 30}
+    async with http.stream(PATH, body, x_request_id="r") as events:
+        sent = await http.submission()
+        scheduler.accept(sent)
+        await events.next()
+    async with http.stream("/v1/requests/r/events") as events:
+        attachment = await scheduler.attachments.get()
+        scheduler.accept(attachment, sent.opaque)
+        await events.next()
+        scheduler.fail(attachment, grpc.StatusCode.INTERNAL)
+        [error] = await events.rest()
+    assert error.name == "error"
+    assert error.json() == {"type": "error", "error": {"type": "api_error", "message": "no"}}
+
+
 async def test_anthropics_client_reads_the_models(http: Http) -> None:
     async with client_of(http) as client:
         (model,) = [model async for model in client.models.list()]
