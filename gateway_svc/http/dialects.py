@@ -21,6 +21,9 @@ _TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+# By code, how the message begins by which clients recognise an error: Claude Code shortens its
+# conversation after this one.
+_BEGINNINGS: Final = {"context_length_exceeded": "prompt is too long: "}
 # By field and code, what clients act on: their tool runners ask for a conversation that the server
 # keeps, and continue without one.
 _DETAILS: Final = {
@@ -50,7 +53,7 @@ def _anthropic_error(error: HttpError) -> dict[str, Any]:
     inner = error.body["error"]
     kind = "api_error" if inner["type"] == "server_error" else inner["type"]
     kind = _TYPES.get(error.status, kind)
-    body = {"type": kind, "message": inner["message"]}
+    body = {"type": kind, "message": _BEGINNINGS.get(inner["code"], "") + inner["message"]}
     if (details := _DETAILS.get((inner["param"], inner["code"]))) is not None:
         body["details"] = details
     return {"type": "error", "error": body}

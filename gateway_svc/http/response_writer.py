@@ -43,6 +43,10 @@ class ResponseWriter:
         ]
         self._written_at = 0.0
 
+    def use(self, dialect: Dialect) -> None:
+        """Write what follows in another dialect; the headers stay as they are."""
+        self._dialect = dialect
+
     async def start(self) -> None:
         """Start a stream of events, unless it has started."""
         if not self.has_started:

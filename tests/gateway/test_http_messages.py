@@ -321,6 +321,40 @@ async def test_adjacent_messages_of_a_role_are_one(tools: Http) -> None:
     assert rendered.count("<|assistant|>") == 2
 
 
+def test_adjacent_messages_are_joined_with_their_calls_and_thinking() -> None:
+    def of_assistant(*content: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": list(content)}
+
+    def thinking(text: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": text}
+
+    sent = [
+        USER,
+        of_assistant({"type": "text", "text": "b"}),
+        of_assistant(thinking("c"), {"type": "tool_use", "id": "1", "name": "f", "input": {}}),
+        of_assistant(thinking("d"), {"type": "tool_use", "id": "2", "name": "g", "input": {}}),
+        of_assistant({"type": "text", "text": "e"}),
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "2"}]},
+    ]
+    messages = message_input.messages_of(
+        [message_input.InputMessage.model_validate(one) for one in sent], None
+    )
+    assert [one.role for one in messages] == ["user", "assistant", "tool", "tool"]
+    joined = messages[1]
+    assert (joined.content, joined.reasoning) == ("b\ne", "c\nd")
+    assert [call.name for call in joined.tool_calls] == ["f", "g"]
+
+
+# Joined one after another, each time with a copy of all texts before, they take longer.
+@pytest.mark.timeout(5)
+def test_many_adjacent_messages_are_joined_in_linear_time() -> None:
+    text = "x" * 2000
+    message = message_input.InputMessage(role="user", content=text)
+    [joined] = message_input.messages_of([message] * 4096, None)
+    assert joined.content == "\n".join([text] * 4096)
+
+
 async def test_a_system_message_at_the_beginning_continues_the_system_prompt(tools: Http) -> None:
     messages = [{"role": "system", "content": "T"}, USER]
     rendered = await prompt(tools, system="S", messages=messages)
@@ -463,6 +497,7 @@ async def test_tokens_are_counted(tools: Http) -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice: requires a call, and there are no tools"),
         ({"stop_sequences": [""]}, "stop_sequences[0]: has 0 characters"),
         ({"temperature": -1.0}, "temperature: is -1"),
+        ({"system": "x " * 300}, "prompt is too long: messages: has "),
         ({"container": "x"}, "container: is not supported; accepted: null"),
         ({"model": "other"}, "model"),
     ],
@@ -506,6 +541,14 @@ WHOLE: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "summarized"},
     "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
     "chat_template_kwargs": {"a": 1},
+    "context_management": {
+        "edits": [
+            {
+                "type": "clear_thinking_20251015",
+                "keep": {"type": "thinking_turns", "value": 1},
+            }
+        ]
+    },
     "mcp_servers": [],
 }
 WRONG: list[Any] = [None, True, -1, 1.5, 10**30, "x", "\0", [], [None], {}, {"type": "x"}, {"": []}]
@@ -578,6 +621,23 @@ async def test_the_client_raises_the_error_of_a_stream(http: Http) -> None:
     assert body["error"]["type"] == "api_error"
 
 
+async def test_an_error_within_a_resumed_stream_has_the_form_of_a_message(http: Http) -> None:
+    scheduler = http.stack.scheduler
+    body = {**BODY, "stream": True, "resume_window_s": 30}
+    async with http.stream(PATH, body, x_request_id="r") as events:
+        sent = await http.submission()
+        scheduler.accept(sent)
+        await events.next()
+    async with http.stream("/v1/requests/r/events") as events:
+        attachment = await scheduler.attachments.get()
+        scheduler.accept(attachment, sent.opaque)
+        await events.next()
+        scheduler.fail(attachment, grpc.StatusCode.INTERNAL)
+        [error] = await events.rest()
+    assert error.name == "error"
+    assert error.json() == {"type": "error", "error": {"type": "api_error", "message": "no"}}
+
+
 async def test_anthropics_client_reads_the_models(http: Http) -> None:
     async with client_of(http) as client:
         (model,) = [model async for model in client.models.list()]
@@ -641,13 +701,54 @@ async def test_what_a_client_states_for_its_bill_is_not_part_of_the_prompt(tools
     assert "<|system|>S" in rendered
     assert "billing" not in rendered
     assert "system" not in await prompt(tools, system=[billing])
-    # Of the one that Claude Code asks for, nothing is to be done.
-    edit: dict[str, Any] = {"type": "clear_thinking_20251015", "keep": "all"}
-    assert await prompt(tools, context_management={"edits": [edit]})
-    edit["keep"] = {"type": "thinking_turns", "value": 1}
-    body = {**BODY, "context_management": {"edits": [edit]}}
-    status, error = await tools.error(PATH, body)
-    assert (status, error["message"][:18]) == (400, "context_management")
+
+
+def _clearing(keep: Any) -> dict[str, Any]:
+    return {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+
+
+async def test_thinking_of_earlier_replies_is_cleared(tools: Http) -> None:
+    def reply(thinking: str) -> dict[str, Any]:
+        call = {"type": "tool_use", "id": thinking, "name": "f", "input": {}}
+        thought = {"type": "thinking", "thinking": thinking, "signature": "s"}
+        return {"role": "assistant", "content": [thought, call]}
+
+    def result(of: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": of}]}
+
+    messages = [
+        *(USER, reply("one"), result("one"), {"role": "assistant", "content": "b"}),
+        # Without thinking: it does not count.
+        *(USER, {"role": "assistant", "content": "c"}),
+        *(USER, reply("two"), result("two"), reply("three"), result("three")),
+    ]
+    thoughts = {f"<think>{name}</think>" for name in ("one", "two", "three")}
+    one = {"<think>one</think>"}
+    for edits, kept in (
+        ({"edits": []}, thoughts),
+        (_clearing("all"), thoughts),
+        (_clearing({"type": "thinking_turns", "value": 1}), thoughts - one),
+        (_clearing({"type": "thinking_turns", "value": 2}), thoughts),
+    ):
+        rendered = await prompt(tools, messages=messages, context_management=edits)
+        assert {thought for thought in thoughts if thought in rendered} == kept
+
+
+@pytest.mark.parametrize(
+    ("edits", "field"),
+    [
+        ([{"type": "clear_tool_uses_20250919"}], "edits[0].type"),
+        (_clearing("last")["edits"], "edits[0].keep"),
+        (_clearing({"type": "thinking_turns", "value": 0})["edits"], "edits[0].keep.value"),
+        (_clearing("all")["edits"] * 2, "edits"),
+    ],
+)
+async def test_other_edits_of_the_context_are_refused(
+    tools: Http, edits: list[Any], field: str
+) -> None:
+    status, error = await tools.error(PATH, {**BODY, "context_management": {"edits": edits}})
+    assert status == 400
+    assert error["message"].startswith(f"context_management.{field}: ")
 
 
 def _fields(kind: Any) -> set[str]:

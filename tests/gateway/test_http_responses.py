@@ -6,9 +6,14 @@ from typing import Any
 
 import grpc
 import pytest
+import tools_model
+from gateway_fake_scheduler import Delta, Entry, deltas
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2
 from http_client import Event, Http
 from openai.types.responses import Response
 
+from gateway_svc.http.bodies.response import ResponseRequest
 from gateway_svc.scheduler.shards import Shards
 from quire.internal.v1 import scheduler_pb2
 from quire.service.errors import RequestError
@@ -57,6 +62,78 @@ async def test_a_response(http: Http) -> None:
     Response.model_validate(response)
 
 
+async def test_adjacent_messages_of_the_input_are_joined(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shards, "max_model_len", 150)
+    items = [
+        *({"role": "developer", "content": "B"}, {"role": "system", "content": "C"}),
+        *({"role": "user", "content": "D"}, {"role": "user", "content": "E"}),
+        *({"role": "assistant", "content": "F"}, {"role": "assistant", "content": "G"}),
+        *({"role": "developer", "content": "H"}, {"role": "developer", "content": "I"}),
+        {"role": "user", "content": "J"},
+    ]
+    sending = http.start("/v1/responses", {"instructions": "A", "input": items})
+    sent = await http.stack.scheduler.serve_one(http.stack.encode("fox"))
+    assert (await sending).status_code == 200
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(sent.prompt_token_ids))
+    assert [part.strip() for part in prompt.split("<|")[1:]] == [
+        *("system|>A\nB\nC", "user|>D\nE", "assistant|>F", "assistant|>G"),
+        *("system|>H", "system|>I", "user|>J", "assistant|>"),
+    ]
+
+
+def test_reasoning_belongs_to_no_later_item_than_the_next() -> None:
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Why?"}]},
+        {"type": "function_call_output", "call_id": "c", "output": "b"},
+        {"role": "assistant", "content": "d"},
+    ]
+    body = ResponseRequest.model_validate({"input": items})
+    messages = body.message("r").conversation.messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert not any(message.HasField("reasoning") for message in messages)
+
+
+async def test_an_output_is_accepted_as_input(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what OpenAI's clients add to it."""
+    tools_model.use(http.stack, monkeypatch)
+    asked = {"role": "user", "content": "x"}
+    body = {
+        "tools": [
+            {"type": "function", **tools_model.FUNCTION},
+            {"type": "function", "name": "now"},
+        ],
+        "include": ["message.output_text.logprobs"],
+    }
+    sending = http.start("/v1/responses", {**body, "input": [asked]})
+    sent = await http.submission()
+    ids = http.stack.encode(tools_model.OUTPUT)
+    entries = [[Entry(id_, -0.5, 1)] for id_ in ids]
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.send(deltas=deltas(Delta(sent, 0, ids, logprobs=entries)))
+    http.stack.scheduler.end(sent, len(ids))
+    output = (await sending).json()["output"]
+    assert [item["type"] for item in output] == [
+        *("reasoning", "message", "function_call", "function_call")
+    ]
+    [part] = output[1]["content"]
+    assert part["logprobs"]
+    part["parsed"] = {"a": [1]}
+    output[2]["parsed_arguments"] = {"city": "Bern"}
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "ok"}
+        for item in output[2:]
+    ]
+    sending = http.start("/v1/responses", {**body, "input": [asked, *output, *results]})
+    again = await http.stack.scheduler.serve_one(http.stack.encode("fox"))
+    assert (await sending).status_code == 200
+    prompt = http.stack.gateway.served.get(None).vocabulary.decode(list(again.prompt_token_ids))
+    assert prompt.count(tools_model.ARGUMENTS) == 1
+
+
 async def test_the_first_exchanges_of_too_long_an_input_are_left_out(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,8 +165,7 @@ async def test_the_first_exchanges_of_too_long_an_input_are_left_out(
         kept = [number for number in range(9) if f"Q{number}" in found]
         assert kept == list(range(9 - len(kept), 9))
         assert [number for number in range(9) if f"A{number}" in found] == kept
-        assert "<|system|>S" in found
-        assert "<|system|>D" in found
+        assert "<|system|>S\nD" in found
         lengths.append(len(kept))
     assert lengths == sorted(lengths, reverse=True)
     assert 9 > lengths[0] > lengths[2] == lengths[3] >= 1
@@ -216,6 +292,71 @@ async def test_a_cancelled_response_whose_stream_fails_at_once_is_an_object(
     scheduler.found(await scheduler.cancellations.get(), found=True)
     async with asyncio.timeout(5):
         assert (await cancelling).json()["status"] == "cancelled"
+
+
+def _take_over(http: Http, attachment: scheduler_pb2.Attachment) -> None:
+    """Fail an attachment as the scheduler does when another one takes the request."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="TAKEN_OVER", domain="quire"))
+    http.stack.scheduler.fail(attachment, grpc.StatusCode.ABORTED, details=[detail])
+
+
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_response_that_another_reader_takes_over_is_returned_as_far_as_it_was_read(
+    http: Http, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.routes.response._READ_S", 60)
+    scheduler = http.stack.scheduler
+    body = {"input": "x", "background": background}
+    creating = http.start("/v1/responses", body, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    getting = asyncio.create_task(http.client.get("/v1/responses/resp_r"))
+    attachment = await scheduler.attachments.get()
+    scheduler.accept(attachment, sent.opaque)
+    scheduler.write(attachment, 0, http.stack.encode("a fox"))
+    _take_over(http, attachment)
+    response = await getting
+    assert response.status_code == 200
+    assert response.json()["status"] == "in_progress"
+    assert response.json()["output"][0]["content"][0]["text"] == "a fox"
+    scheduler.end(sent, 0)
+    await creating
+
+
+@pytest.mark.parametrize("action", ["retrieve", "cancel"])
+async def test_a_response_that_is_taken_over_before_it_is_read_is_attached_again(
+    http: Http, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.http.routes.response._MAX_ATTACHMENTS", 2)
+    scheduler = http.stack.scheduler
+    creating = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await creating
+    path = "/v1/responses/resp_r"
+
+    def start() -> asyncio.Task[Any]:
+        is_read = action == "retrieve"
+        sending = http.client.get(path) if is_read else http.client.post(f"{path}/cancel")
+        return asyncio.create_task(sending)
+
+    sending = start()
+    _take_over(http, await scheduler.attachments.get())
+    attachment = await scheduler.attachments.get()
+    if action == "retrieve":
+        await _finish(http, attachment, sent.opaque)
+    else:
+        scheduler.accept(attachment, sent.opaque)
+        scheduler.found(await scheduler.cancellations.get(), found=True)
+    expected = "incomplete" if action == "retrieve" else "cancelled"
+    assert (await sending).json()["status"] == expected
+
+    sending = start()
+    for _ in range(2):
+        _take_over(http, await scheduler.attachments.get())
+    response = await sending
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "taken_over")
 
 
 @pytest.mark.parametrize("action", ["retrieve", "cancel"])

@@ -1,5 +1,6 @@
 """The body of `POST /v1/chat/completions`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -157,7 +158,7 @@ class ChatRequest(SamplingFields):
         return tool_choice(self.tool_choice, None)
 
 
-def text_of(content: Content | None) -> str:
+def text_of(content: str | Sequence[TextPart] | None) -> str:
     """The text of a message's content; its parts are separated by line feeds, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES, conversation
+from gateway_svc.http.bodies.context_management import ContextManagement
 from gateway_svc.http.bodies.fields import (
     Count,
     GenerationMessage,
@@ -98,13 +99,6 @@ class OutputConfig(HttpRequest):
     task_budget: unsupported() = None  # type: ignore[valid-type]
 
 
-# What leaves the conversation as it is: Claude Code asks for the second.
-_NO_EDITS: tuple[object, ...] = (
-    {"edits": []},
-    {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-)
-
-
 class CountTokensRequest(HttpRequest):
     """What a prompt is made of."""
 
@@ -125,10 +119,10 @@ class CountTokensRequest(HttpRequest):
     speed: Literal["standard", "fast"] | None = None
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
 
     billing_policy: unsupported() = None  # type: ignore[valid-type]
     compaction: unsupported() = None  # type: ignore[valid-type]
-    context_management: unsupported(*_NO_EDITS) = None  # type: ignore[valid-type]
     mcp_servers: unsupported([]) = None  # type: ignore[valid-type]
 
     def to_tokenize(self) -> tokenizer_pb2.TokenizeRequest:
@@ -136,6 +130,8 @@ class CountTokensRequest(HttpRequest):
 
     def conversation(self) -> conversation_pb2.Conversation:
         messages = messages_of(self.messages, self.system)
+        if self.context_management is not None:
+            self.context_management.apply(messages)
         return conversation(
             messages,
             None,

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from gateway_svc.http.bodies.chat import MAX_MESSAGES
 from gateway_svc.http.bodies.fields import Hint, HttpRequest, at_most_deep, unsupported
+from gateway_svc.http.bodies.joining import join_adjacent
 from gateway_svc.http.bodies.tools import MAX_CALLS
 from gateway_svc.output_formats.calls import TOOL_NAME
 from quire.service.errors import invalid
@@ -116,20 +117,20 @@ def messages_of(
     as in Anthropic's API: many templates refuse them. RequestError for a block that the role does
     not have."""
     result = _system(system)
+    num_calls = 0
     for at, message in enumerate(messages):
         _check_blocks(f"messages[{at}]", message)
-        for converted in _converted(message):
-            if result and _is_continued(result[-1], converted):
-                _append(result[-1], converted)
-            else:
-                result.append(converted)
-        if len(result[-1].tool_calls) > MAX_CALLS:
+        converted = list(_converted(message))
+        result += converted
+        # Other roles have no calls.
+        num_calls = num_calls + len(converted[-1].tool_calls) if message.role == "assistant" else 0
+        if num_calls > MAX_CALLS:
             raise invalid(
                 f"messages[{at}].content",
                 "TOO_MANY_CALLS",
                 f"has more than {MAX_CALLS} blocks of tool_use, with those of the messages before",
             )
-    return result
+    return join_adjacent(result, _is_continued)
 
 
 def _check_blocks(field: str, message: InputMessage) -> None:
@@ -178,13 +179,6 @@ def _assistant(blocks: Sequence[Block]) -> conversation_pb2.Message:
 
 def _is_continued(one: conversation_pb2.Message, other: conversation_pb2.Message) -> bool:
     return one.role == other.role and one.role != "tool"
-
-
-def _append(one: conversation_pb2.Message, other: conversation_pb2.Message) -> None:
-    one.content = "\n".join(filter(None, (one.content, other.content)))
-    one.tool_calls.extend(other.tool_calls)
-    if other.HasField("reasoning"):
-        one.reasoning = "\n".join(filter(None, (one.reasoning, other.reasoning)))
 
 
 _BLOCKS: dict[str, tuple[type[HttpRequest], ...]] = {

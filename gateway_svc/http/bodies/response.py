@@ -22,6 +22,7 @@ from gateway_svc.http.bodies.response_input import (
     NamedResponseTool,
     ReasoningConfig,
     ResponseTool,
+    joined,
     messages_of,
 )
 from gateway_svc.http.bodies.structured import TextFormat
@@ -130,7 +131,7 @@ class ResponseRequest(GenerationFields):
             messages.append(conversation_pb2.Message(role="system", content=self.instructions))
         if isinstance(self.input, str):
             return [*messages, conversation_pb2.Message(role="user", content=self.input)]
-        return messages + messages_of(self.input)
+        return joined(messages + messages_of(self.input))
 
     def _format(self) -> dict[str, Any]:
         if self.text_format is None:

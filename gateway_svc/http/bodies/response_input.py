@@ -6,17 +6,31 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from gateway_svc.http.bodies.chat import MAX_MESSAGES, Content, text_of
+from gateway_svc.http.bodies.chat import MAX_MESSAGES, TextPart, text_of
 from gateway_svc.http.bodies.fields import HttpRequest, JsonObject, unsupported
+from gateway_svc.http.bodies.joining import join_adjacent
 from gateway_svc.http.bodies.tools import FunctionTool, ReasoningEffort
 from quire.v1 import conversation_pb2
+
+_SYSTEM = ("system", "developer")
+
+
+class InputText(TextPart):
+    """A text of the input, or of an earlier response's output."""
+
+    # Of output that a client sends back, the second one of OpenAI's clients. They change nothing.
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+InputContent = str | Annotated[list[InputText], Field(max_length=MAX_MESSAGES)]
 
 
 class InputMessage(HttpRequest):
     """A message of the input, or of an earlier response's output."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: Content
+    content: InputContent
     type: Literal["message"] | None = None
     id: str | None = None
     status: str | None = None
@@ -30,6 +44,8 @@ class InputCall(HttpRequest):
     call_id: str
     name: str
     arguments: str
+    # Of OpenAI's client for Python: the arguments once more, as an object.
+    parsed_arguments: Any = None
     id: str | None = None
     status: str | None = None
     namespace: unsupported() = None  # type: ignore[valid-type]
@@ -40,7 +56,7 @@ class InputCallOutput(HttpRequest):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Content
+    output: InputContent
     id: str | None = None
     status: str | None = None
 
@@ -115,21 +131,24 @@ def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
     """Reasoning and calls become parts of the assistant's message that they belong to. Adjacent
     items of reasoning are joined as the parts of one are."""
     messages: list[conversation_pb2.Message] = []
-    reasoning: str | None = None
+    # None before any reasoning, which may have no text.
+    thoughts: list[str] | None = None
     for item in items:
+        if isinstance(item, InputReasoning):
+            thoughts = thoughts or []
+            thoughts.append(item.text)
+            continue
+        reasoning = None if thoughts is None else "\n".join(filter(None, thoughts))
+        thoughts = None
         match item:
-            case InputReasoning():
-                reasoning = "\n".join(text for text in (reasoning, item.text) if text)
             case InputMessage():
                 is_assistant = item.role == "assistant"
                 fields: dict[str, Any] = {"reasoning": reasoning} if is_assistant else {}
                 text = text_of(item.content)
                 messages.append(conversation_pb2.Message(role=item.role, content=text, **fields))
-                reasoning = None
             case InputCall():
                 if not messages or messages[-1].role != "assistant" or reasoning is not None:
                     messages.append(conversation_pb2.Message(role="assistant", reasoning=reasoning))
-                    reasoning = None
                 arguments = item.arguments or "{}"
                 messages[-1].tool_calls.add(id=item.call_id, name=item.name, arguments=arguments)
             case InputCallOutput():
@@ -138,3 +157,14 @@ def messages_of(items: Sequence[InputItem]) -> list[conversation_pb2.Message]:
                     conversation_pb2.Message(role="tool", content=text, tool_call_id=item.call_id)
                 )
     return messages
+
+
+def joined(messages: Sequence[conversation_pb2.Message]) -> list[conversation_pb2.Message]:
+    """Join adjacent messages of users, and at the beginning all of the system and of developers,
+    whose roles most templates do not distinguish."""
+    others = (at for at, message in enumerate(messages) if message.role not in _SYSTEM)
+    num_first = next(others, len(messages))
+    return [
+        *join_adjacent(messages[:num_first], lambda one, other: True),
+        *join_adjacent(messages[num_first:], lambda one, other: one.role == other.role == "user"),
+    ]

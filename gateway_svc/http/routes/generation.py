@@ -1,6 +1,8 @@
 """Routes that generate: completions, chat completions, and the events of any request."""
 
 import time
+from dataclasses import replace
+from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,6 +13,7 @@ from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.fields import GenerationMessage, request_id_of
 from gateway_svc.http.bodies.sampling import SamplingFields
 from gateway_svc.http.context import RequestContext
+from gateway_svc.http.dialects import ANTHROPIC
 from gateway_svc.http.errors import CHAT_NAMES
 from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.chat import ChatFormat
@@ -27,6 +30,8 @@ from quire.internal.v1 import gateway_pb2
 from quire.service.errors import invalid
 
 _REQUEST_ID = "X-Request-Id"
+# Of the events of a message by its id: an EventSource reconnects until it has received `done`.
+_RESUMED_MESSAGE: Final = replace(ANTHROPIC, has_done=True)
 
 
 class GenerationRoutes:
@@ -109,8 +114,14 @@ class GenerationRoutes:
         event_id = EventId.parse(last_id) if last_id else EventId()
 
         async def run(writer: ResponseWriter) -> None:
+            def make_format(update: PromptUpdate) -> Format:
+                form = self.make_format(update)
+                if isinstance(form, MessageFormat):
+                    writer.use(_RESUMED_MESSAGE)
+                return form
+
             updates = self._generations.resume(request_id, event_id, tenant)
-            await write_events(updates, self.make_format, event_id, writer)
+            await write_events(updates, make_format, event_id, writer)
 
         return GenerationResponse(request_id, run, {"next_token_indices": "Last-Event-ID"})
 

@@ -19,7 +19,7 @@ from gateway_svc.http.context import RequestContext
 from gateway_svc.http.event_id import DONE, EventId
 from gateway_svc.http.formats.response import ResponseFormat, ended_events, ended_response
 from gateway_svc.http.generation_response import GenerationResponse
-from gateway_svc.http.generations import Generations, PromptUpdate
+from gateway_svc.http.generations import Generations, PromptUpdate, Updates
 from gateway_svc.http.openapi import documented
 from gateway_svc.http.output import Collector, write_events, write_object
 from gateway_svc.http.response_writer import ResponseWriter
@@ -29,6 +29,9 @@ from quire.service.errors import RequestError, failed
 
 # A response in the background that takes longer than this to read is still running.
 _READ_S = 0.5
+# Of a request whose other readers take it over each time before it is read.
+_MAX_ATTACHMENTS = 5
+_TAKEN_OVER = "TAKEN_OVER"
 _PREFIX = "resp_"
 _MAX_SEQUENCE_NUMBER = 2**31 - 1
 _NAMES = {
@@ -39,6 +42,10 @@ _NAMES = {
     "request_id": "X-Request-Id",
     **TEXT_FORMAT_NAMES,
 }
+
+
+class _TakenOverError(RequestError):
+    """Another reader has taken a request over, which runs on."""
 
 
 class ResponseRoutes:
@@ -144,7 +151,7 @@ class ResponseRoutes:
     async def _cancelled(self, request_id: str, tenant: Tenant) -> dict[str, Any]:
         """Cancel a response. RequestError UNKNOWN_REQUEST if it is not live."""
         try:
-            async with aclosing(self._generations.resume(request_id, EventId(), tenant)) as updates:
+            async with aclosing(self._updates(request_id, tenant)) as updates:
                 form = self._format((await anext(updates)).generation)
                 await self._service.cancel(request_id, tenant)
         except EndedError as error:
@@ -158,19 +165,37 @@ class ResponseRoutes:
             return _ended_object(request_id, error)
 
     async def _output(self, request_id: str, tenant: Tenant) -> dict[str, Any]:
-        """The object of a response that runs or has finished. EndedError if it has failed."""
+        """The object of a response that runs or has finished. One that another reader takes over
+        still runs, and is returned as far as it was read. EndedError if it has failed."""
         collector = Collector(self._format_of)
-        updates = self._generations.resume(request_id, EventId(), tenant)
-        async with aclosing(updates):
+        async with aclosing(self._updates(request_id, tenant)) as updates:
             first = await anext(updates)
             collector.add(first)
             state = first.generation.state
             is_background = state is not None and state.http.background
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, _TakenOverError):
                 async with asyncio.timeout(_READ_S if is_background else None):
                     async for update in updates:
                         collector.add(update)
         return collector.body()
+
+    async def _updates(self, request_id: str, tenant: Tenant) -> Updates:
+        """Yield the updates of a request, attached again if another reader takes it over before
+        the first one. _TakenOverError after that."""
+        has_begun = False
+        for number in range(1, _MAX_ATTACHMENTS + 1):
+            updates = self._generations.resume(request_id, EventId(), tenant)
+            try:
+                async with aclosing(updates):
+                    async for update in updates:
+                        has_begun = True
+                        yield update
+                return
+            except RequestError as error:
+                if error.info.reason != _TAKEN_OVER:
+                    raise
+                if has_begun or number == _MAX_ATTACHMENTS:
+                    raise _TakenOverError(error.code, error.message, error.details) from error
 
     async def _write_events(
         self, request_id: str, tenant: Tenant, after: int, writer: ResponseWriter
