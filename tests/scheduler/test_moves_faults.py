@@ -201,7 +201,7 @@ async def test_output_is_in_the_record_before_a_request_leaves(
 
 async def test_gateways_follow_requests_whose_ids_cannot_be_claimed(cluster: Cluster) -> None:
     cluster.claims.is_failing = True
-    await cluster.run_for(0.1)
+    await cluster.run_until_given(2)
     assert cluster.given == ["x", "y"]
     assert not cluster.engine.live
 
@@ -219,6 +219,7 @@ async def test_a_leader_that_may_have_been_replaced_moves_nothing(cluster: Clust
         cluster.is_leading = False
 
     cluster.stores[1].when_given = expire
+    await cluster.run_until_given(1)
     await cluster.run_for(0.1)
     assert cluster.given == ["x"]
     assert [len(store.inbox) for store in cluster.stores] == [0, 1, 0]
@@ -230,8 +231,11 @@ async def test_a_request_that_cannot_be_given_stays(cluster: Cluster, error, mon
         raise error
 
     monkeypatch.setattr(cluster.stores[1], "put_in_inbox", fail)
-    with contextlib.nullcontext() if error is StoreUnavailable else pytest.raises(error):
-        await cluster.run_for(0.1)
+    # An outage is waited for.
+    expected = TimeoutError if error is StoreUnavailable else error
+    with pytest.raises(expected):
+        async with asyncio.timeout(0.1 if error is StoreUnavailable else 10):
+            await cluster.moves.run()
     assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
     assert not cluster.given
 
@@ -257,6 +261,7 @@ async def test_a_request_stays_if_the_term_ends_while_it_is_given(
 
 async def test_a_shard_that_was_just_added_gets_nothing_yet(cluster: Cluster) -> None:
     added = cluster.known_stores.pop(1)
+    await cluster.run_until_given(1)
     await cluster.run_for(0.1)
     assert cluster.given == ["x"]
     assert [len(store.inbox) for store in cluster.stores] == [0, 0, 1]
