@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from google.protobuf import json_format
+from google.protobuf.struct_pb2 import Struct
 from google.protobuf.wrappers_pb2 import FloatValue
 
 from quire.service.errors import RequestError, invalid
@@ -42,6 +44,14 @@ def check_length(field: str, reason: str, text: str, maximum: int) -> None:
 def check_at_most(field: str, reason: str, count: int, maximum: int, unit: str = "entries") -> None:
     if count > maximum:
         raise invalid(field, reason, f"has {count} {unit}; at most {maximum} are allowed")
+
+
+def check_is_json(field: str, values: Struct) -> None:
+    """Refuse numbers that are not finite, which JSON does not have."""
+    try:
+        json_format.MessageToDict(values)
+    except ValueError:
+        raise invalid(field, "NOT_FINITE", "has a number that is not finite") from None
 
 
 def out_of_range(field: str, value: float, allowed: str) -> RequestError:

@@ -11,6 +11,7 @@ from google.protobuf.wrappers_pb2 import FloatValue
 
 from gateway_svc.generation.field_checks import (
     check_at_most,
+    check_is_json,
     check_length,
     check_token_ids,
     out_of_range,
@@ -94,6 +95,7 @@ def _check_lists(params: inference_pb2.SamplingParams, vocab_size: int) -> None:
     num_bytes = params.processor_args.ByteSize()
     field = "sampling_params.processor_args"
     check_at_most(field, "PROCESSOR_ARGS_SIZE", num_bytes, MAX_PROCESSOR_ARGS_BYTES, "bytes")
+    check_is_json(field, params.processor_args)
 
 
 def num_lookahead_tokens(params: logits_pb2.LogitsParams) -> int:

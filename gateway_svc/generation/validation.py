@@ -15,6 +15,7 @@ from gateway_svc.generation.conversation_checks import (
 )
 from gateway_svc.generation.field_checks import (
     check_at_most,
+    check_is_json,
     check_length,
     check_token_ids,
     out_of_range,
@@ -217,6 +218,7 @@ def _check_template_variables(conversation: conversation_pb2.Conversation) -> No
     variables = conversation.chat_template_kwargs
     num_bytes = variables.ByteSize()
     check_at_most(field, "TEMPLATE_VARIABLES_SIZE", num_bytes, MAX_VARIABLES_BYTES, "bytes")
+    check_is_json(field, variables)
     for name in variables.fields:
         if name in RESERVED_VARIABLES:
             raise invalid(f"{field}.{name}", "RESERVED_VARIABLE", "is set by the server")

@@ -140,6 +140,17 @@ INVALID_REQUESTS = {
         sampling(processor_args=json_format.ParseDict({"a": "x" * 2**14}, struct_pb2.Struct())),
         "sampling_params.processor_args",
     ),
+    "infinite chat_template_kwargs": (
+        {
+            "conversation": Conversation(
+                messages=[Message(role="user", content="a")],
+                chat_template_kwargs=struct_pb2.Struct(
+                    fields={"a": struct_pb2.Value(number_value=math.inf)}
+                ),
+            )
+        },
+        "conversation.chat_template_kwargs",
+    ),
     "top_p just above 1": (sampling(top_p=1.0000001), "sampling_params.top_p"),
     "stop id outside": (sampling(stop_token_ids=[100_000]), "sampling_params.stop_token_ids[0]"),
 }

@@ -162,6 +162,7 @@ INVALID = {
     "long bad word": ({"bad_words": ["a" * 257]}, "bad_words[0]", "1 to 256"),
     "bad word of spaces": ({"bad_words": ["\n\t "]}, "bad_words[0]", "only white space"),
     "large arguments": ({"processor_args": struct(a="x" * 2**14)}, "processor_args", "bytes"),
+    "infinite argument": ({"processor_args": struct(a=[math.inf])}, "processor_args", "not finite"),
 }
 
 

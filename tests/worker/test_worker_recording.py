@@ -1,6 +1,7 @@
 """What a worker writes down, and what it makes of it when asked."""
 
 import json
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from worker_driver import LaneClient, Sampling, Sequence, admit, append, schedul
 
 from quire.internal.v1 import worker_pb2
 from quire.internal.v1.logits_pb2 import Grammar, LogitsParams
+from worker_svc.plan.logits_params import LogitsParams as PlanLogitsParams
 from worker_svc.plan.plans import (
     Plan,
     PlanError,
@@ -68,6 +70,18 @@ def every_logits_param() -> LogitsParams:
         field.name for field in LogitsParams.DESCRIPTOR.fields
     }
     return params
+
+
+def test_arguments_of_processors_may_have_any_number() -> None:
+    """They are no JSON then: it is for the row's processors, and not for the plan, to fail."""
+    message = LogitsParams()
+    message.processor_args.update({"mine": [math.inf, {"a": math.nan}, True, None, "x"]})
+    message.processor_args.fields["empty"].SetInParent()
+    read = PlanLogitsParams.from_bytes(message.SerializeToString())
+    assert read.processor_args == {
+        "mine": [math.inf, {"a": pytest.approx(math.nan, nan_ok=True)}, True, None, "x"],
+        "empty": None,
+    }
 
 
 def test_a_plan_survives_the_way_there_and_back() -> None:

@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
+from google.protobuf.struct_pb2 import Struct, Value
 from numpy.typing import NDArray
 
 from quire.internal.v1 import logits_pb2
@@ -77,7 +77,7 @@ class LogitsParams:
             processed_logprobs=message.processed_logprobs,
             typical_p=message.typical_p or 1.0,
             grammar=_grammar(message),
-            processor_args=MessageToDict(message.processor_args),
+            processor_args=_json_of(message.processor_args),
         )
 
     def to_bytes(self) -> bytes:
@@ -105,6 +105,24 @@ class LogitsParams:
         if self.processor_args:
             message.processor_args.update(dict(self.processor_args))
         return message.SerializeToString(deterministic=True)
+
+
+def _json_of(values: Struct) -> dict[str, Any]:
+    """JSON values, and numbers that are not finite: a row with such arguments is the matter of its
+    processors, while an error here would end the plan of all rows."""
+
+    def plain(value: Value) -> Any:
+        match value.WhichOneof("kind"):
+            case None | "null_value":
+                return None
+            case "struct_value":
+                return _json_of(value.struct_value)
+            case "list_value":
+                return [plain(item) for item in value.list_value.values]
+            case kind:
+                return getattr(value, kind)
+
+    return {name: plain(value) for name, value in values.fields.items()}
 
 
 def _grammar(message: logits_pb2.LogitsParams) -> Grammar | None:
