@@ -18,6 +18,7 @@ from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
+from worker_svc.grammar.masks import MaskWork, TokenMasks
 from worker_svc.grammar.processor import GrammarProcessor
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.loading.startup import start_pipelined
@@ -232,6 +233,25 @@ def test_masks_may_be_begun_for_more_rows_than_sample(folder: Path) -> None:
         changed.append(logits)
     assert changed[0].equal(changed[1])
     assert not changed[0][0].equal(changed[0][1])
+
+
+def test_a_row_is_released_though_its_masks_have_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it would be that of the row's next sequence."""
+    processor, size = _admitted(folder)
+    rows = np.arange(4)
+    processor.apply(torch.ones(4, size), rows, rows)
+
+    def fail(self: TokenMasks, work: MaskWork) -> None:
+        raise KeyError("fill")
+
+    monkeypatch.setattr(TokenMasks, "fill", fail)
+    processor.begin_apply(rows)
+    with pytest.raises(KeyError, match="fill"):
+        processor.release(0)
+    assert not {0} & (processor._rows.keys() | processor._beginnings.keys())
+    processor.release(1)
 
 
 def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:
