@@ -274,6 +274,29 @@ def test_an_invalid_grammar_fails_its_row_alone(loaded: LoadedRunner) -> None:
     assert rows[1].failure is None
 
 
+def test_a_panic_of_the_library_fails_its_row_alone(
+    driver: RowDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As pyo3's."""
+
+    compile_ = GrammarVocabulary.compile
+
+    def panic(used: GrammarVocabulary, definition: str, *arguments: int) -> LLMatcher:
+        if definition == "panic":
+            raise PanicException("index out of bounds")
+        return compile_(used, definition, *arguments)
+
+    monkeypatch.setattr(GrammarVocabulary, "compile", panic)
+    params = LogitsParams(stop_token_ids=STOPS, grammar=Grammar("panic"))
+    rows = [dataclasses.replace(_row(0), params=params), _row(1), _free(2)]
+    driver.run(rows)
+    refused = InvalidField(FIELD, "INVALID_FORMAT")
+    assert rows[0].failure == RowFailure("is refused: index out of bounds", refused)
+    assert [row.failure for row in rows[1:]] == [None, None]
+    assert rows[1].is_finished
+
+
 def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -> None:
     row = _row(0)
     assert row.params is not None
