@@ -10,6 +10,7 @@ import torch
 from logits_cases import INF
 from logits_jobs import Job, Schedule, run_jobs
 from logits_pipeline import admission, append, changes, pipeline
+from structlog.testing import capture_logs
 from tiny_models import VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, worker_settings
 
@@ -229,3 +230,140 @@ def test_an_error_beside_the_forward_pass_fails_no_row() -> None:
     assert not processors.change_rows(changes([admission(0, LogitsParams(min_tokens=1), [0])]))
     processors.begin_apply(np.array([0]))
     assert applied(processors, 0) == [[0, 1]]
+
+
+BAD, GOOD, OTHER = 1, 2, 3
+
+
+class Forced:
+    """Leaves rows of two tokens and more only token 1, and fails in BAD where a subclass does."""
+
+    needs_token_ids = False
+
+    def __init__(self, context: object) -> None:
+        self.applied: list[list[int]] = []
+        self.released: list[int] = []
+
+    def admit(self, row: int, params: LogitsParams, token_ids: Ints, num_prompt: int) -> bool:
+        return num_prompt > 1
+
+    def release(self, row: int) -> None:
+        self.released.append(row)
+
+    def append(self, token_ids: torch.Tensor, lines: Ints, rows: Ints) -> None:
+        pass
+
+    def forced_token(self, row: int) -> int | None:
+        return 1
+
+    def apply(self, logits: torch.Tensor, lines: Ints, rows: Ints) -> None:
+        self.applied.append(rows.tolist())
+        logits[lines] = logits[lines].index_fill(1, torch.tensor([0, 2, 3, 4]), -INF)
+
+
+class FailingRelease(Forced):
+    def release(self, row: int) -> None:
+        if row == BAD:
+            raise KeyError("release")
+        super().release(row)
+
+
+class FailingAppend(Forced):
+    def append(self, token_ids: torch.Tensor, lines: Ints, rows: Ints) -> None:
+        if BAD in rows:
+            raise KeyError("append")
+
+
+class FailingAppendOnHost(FailingAppend):
+    needs_token_ids = True
+
+
+class FailingForcedToken(Forced):
+    def forced_token(self, row: int) -> int | None:
+        if row == BAD:
+            raise KeyError("forced_token")
+        return super().forced_token(row)
+
+
+class FailingUnready(Forced):
+    def unready(self, rows: Ints, wait_s: float) -> list[int]:
+        raise KeyError("unready")
+
+
+class Unready(Forced):
+    def unready(self, rows: Ints, wait_s: float) -> list[int]:
+        return [row for row in rows.tolist() if row == GOOD]
+
+
+def guarded(kind: type[Forced]) -> tuple[LogitsPipeline, Forced]:
+    """A processor with the rows BAD and GOOD, and its pipeline, in which OTHER is without it."""
+    made: list[Forced] = []
+
+    def make(context: object) -> Forced:
+        made.append(kind(context))
+        return made[0]
+
+    processors = pipeline(5, own={"one": make})
+    rows = [admission(row, LogitsParams(), [0, 0]) for row in (BAD, GOOD)]
+    other = admission(OTHER, LogitsParams(min_tokens=1), [0])
+    assert not processors.change_rows(changes([*rows, other]))
+    return processors, made[0]
+
+
+def test_an_error_in_release_fails_nothing() -> None:
+    processors, one = guarded(FailingRelease)
+    with capture_logs() as logs:
+        assert not processors.change_rows(changes(released=[BAD, GOOD]))
+    assert [entry["event"] for entry in logs] == ["a logits processor failed"]
+    assert one.released == [GOOD]
+    assert not processors.changed(np.array([BAD, GOOD])).size
+    again = [admission(row, LogitsParams(), [0, 0]) for row in (BAD, GOOD)]
+    assert not processors.change_rows(changes(again))
+    assert applied(processors, BAD, GOOD) == [[1], [1]]
+    processors.clear()
+    assert one.released == [GOOD, GOOD]
+    assert not processors.changed(np.array([BAD, GOOD, OTHER])).size
+
+
+@pytest.mark.parametrize("kind", [FailingAppend, FailingAppendOnHost])
+def test_an_error_in_append_fails_its_rows_when_they_sample_again(kind: type[Forced]) -> None:
+    processors, one = guarded(kind)
+    append(processors, [OTHER, BAD], [1, 1])
+    append(processors, [GOOD], [1])
+    rows = np.array([BAD, GOOD, OTHER])
+    assert processors.forced_rows(rows).tolist() == [GOOD]
+    failure = RowFailure(f"the logits processor {kind.__name__} failed: 'append'")
+    assert processors.apply(torch.zeros(3, 5), rows) == {BAD: failure}
+    assert applied(processors, GOOD, OTHER) == [[1], [0, 1, 2, 3, 4]]
+    # It does not see the row again, with a token less than the row has.
+    assert one.applied == [[GOOD], [GOOD]]
+    again = admission(BAD, LogitsParams(), [0, 0])
+    assert not processors.change_rows(changes([again], [BAD]))
+    assert applied(processors, BAD, GOOD) == [[1], [1]]
+
+
+def test_an_error_in_append_ends_a_jump() -> None:
+    processors, _ = guarded(FailingAppend)
+    assert list(processors.forced_tokens(BAD, 3)) == [1]
+    assert list(processors.forced_tokens(GOOD, 3)) == [1, 1, 1]
+    assert list(processors.apply(torch.zeros(2, 5), np.array([BAD, GOOD]))) == [BAD]
+
+
+def test_a_row_is_not_forced_where_that_fails() -> None:
+    processors, _ = guarded(FailingForcedToken)
+    with capture_logs() as logs:
+        assert processors.forced_rows(np.array([BAD, GOOD, OTHER])).tolist() == [GOOD]
+        assert not [*processors.forced_tokens(BAD, 2)]
+    assert [entry["event"] for entry in logs] == ["a logits processor failed"] * 2
+    assert list(processors.forced_tokens(GOOD, 2)) == [1, 1]
+    assert applied(processors, BAD, GOOD) == [[1], [1]]
+
+
+def test_rows_are_ready_for_a_processor_that_fails_to_say_so() -> None:
+    processors = pipeline(5, own={"failing": FailingUnready, "unready": Unready})
+    rows = [admission(row, LogitsParams(), [0, 0]) for row in (BAD, GOOD)]
+    assert not processors.change_rows(changes(rows))
+    with capture_logs() as logs:
+        assert processors.unready(np.array([BAD, GOOD]), 0) == [GOOD]
+    assert [entry["event"] for entry in logs] == ["a logits processor failed"]
+    assert applied(processors, BAD, GOOD) == [[1], [1]]

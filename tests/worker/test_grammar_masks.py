@@ -407,6 +407,34 @@ def test_a_grammar_that_cannot_be_compiled(guide: Guide) -> None:
         guide.compiler.prepare(Grammar(LLMatcher.grammar_from_lark("start: missing"))).result()
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_panic_of_the_library_is_an_error_of_its_grammar(
+    guide: Guide, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    class PanicException(BaseException):
+        """As pyo3's."""
+
+    vocabulary, compile_ = replace(guide.vocabulary), GrammarVocabulary.compile
+
+    def panic(used: GrammarVocabulary, definition: str, *arguments: int) -> LLMatcher:
+        # Threads of other tests' compilers may still have work.
+        if used is vocabulary:
+            raise PanicException("index out of bounds")
+        return compile_(used, definition, *arguments)
+
+    compiler, grammar = GrammarCompiler(vocabulary), Grammar('start: "panic"')
+    monkeypatch.setattr(GrammarVocabulary, "compile", panic)
+    with capture_logs() as logs:
+        compiled = compiler.prepare(grammar)
+        if is_alone:
+            compiled.exception()
+            logs.clear()
+            compiled = compiler.prepare_alone(grammar.definition, compiled)
+        with pytest.raises(GrammarError, match="index out of bounds"):
+            compiled.result()
+    assert [entry["event"] for entry in logs] == ["the grammar library has panicked"]
+
+
 def test_models_without_a_readable_tokenizer_have_no_grammars(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     with capture_logs() as logs:

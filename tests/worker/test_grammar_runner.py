@@ -18,6 +18,7 @@ from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
+from worker_svc.grammar.masks import MaskWork, TokenMasks
 from worker_svc.grammar.processor import GrammarProcessor
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.loading.startup import start_pipelined
@@ -234,6 +235,25 @@ def test_masks_may_be_begun_for_more_rows_than_sample(folder: Path) -> None:
     assert not changed[0][0].equal(changed[0][1])
 
 
+def test_a_row_is_released_though_its_masks_have_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it would be that of the row's next sequence."""
+    processor, size = _admitted(folder)
+    rows = np.arange(4)
+    processor.apply(torch.ones(4, size), rows, rows)
+
+    def fail(self: TokenMasks, work: MaskWork) -> None:
+        raise KeyError("fill")
+
+    monkeypatch.setattr(TokenMasks, "fill", fail)
+    processor.begin_apply(rows)
+    with pytest.raises(KeyError, match="fill"):
+        processor.release(0)
+    assert not {0} & (processor._rows.keys() | processor._beginnings.keys())
+    processor.release(1)
+
+
 def test_rows_without_grammars_are_not_changed(loaded: LoadedRunner) -> None:
     free = [dataclasses.replace(_row(number), params=None) for number in range(2)]
     expected = _outputs(loaded, free)
@@ -252,6 +272,29 @@ def test_an_invalid_grammar_fails_its_row_alone(loaded: LoadedRunner) -> None:
     assert rows[0].failure.message.startswith("is refused: ")
     assert rows[0].failure.invalid_field == InvalidField(Grammar.field, "INVALID_FORMAT")
     assert rows[1].failure is None
+
+
+def test_a_panic_of_the_library_fails_its_row_alone(
+    driver: RowDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As pyo3's."""
+
+    compile_ = GrammarVocabulary.compile
+
+    def panic(used: GrammarVocabulary, definition: str, *arguments: int) -> LLMatcher:
+        if definition == "panic":
+            raise PanicException("index out of bounds")
+        return compile_(used, definition, *arguments)
+
+    monkeypatch.setattr(GrammarVocabulary, "compile", panic)
+    params = LogitsParams(stop_token_ids=STOPS, grammar=Grammar("panic"))
+    rows = [dataclasses.replace(_row(0), params=params), _row(1), _free(2)]
+    driver.run(rows)
+    refused = InvalidField(FIELD, "INVALID_FORMAT")
+    assert rows[0].failure == RowFailure("is refused: index out of bounds", refused)
+    assert [row.failure for row in rows[1:]] == [None, None]
+    assert rows[1].is_finished
 
 
 def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -> None:

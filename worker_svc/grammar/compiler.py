@@ -11,6 +11,7 @@ import structlog
 from llguidance import LLMatcher
 
 from quire.service.grammars import (
+    GrammarError,
     GrammarVocabulary,
     NoGrammarsError,
     RoundRobin,
@@ -95,7 +96,7 @@ class GrammarCompiler:
         with self._lock:
             if self._compiled.get(definition) is shared:
                 del self._compiled[definition]
-        return self._thread_of_steps.submit(self.vocabulary.compile, definition)
+        return self._thread_of_steps.submit(self._compile, definition)
 
     def prepare_for(self, plan: Plan) -> None:
         """Start to compile the grammars of a plan that has arrived, which may still have to wait
@@ -113,12 +114,23 @@ class GrammarCompiler:
                 return
             compiled.set_running_or_notify_cancel()
         try:
-            matcher = self.vocabulary.compile(compiled.definition, self._max_shared_states)
-        except BaseException as error:
-            # Raised again where the result is read, the library's panics included.
+            matcher = self._compile(compiled.definition, self._max_shared_states)
+        except Exception as error:
+            # Raised again where the result is read.
             compiled.set_exception(error)
         else:
             compiled.set_result(matcher)
+
+    def _compile(self, definition: str, max_states: int | None = None) -> LLMatcher:
+        try:
+            return self.vocabulary.compile(definition, max_states)
+        except Exception:
+            raise
+        except BaseException as error:
+            # A panic of the library, which is not of the class Exception: it would end the step of
+            # all rows.
+            log.error("the grammar library has panicked", exc_info=error)
+            raise GrammarError(str(error)) from error
 
 
 def find_grammars(folder: Path, vocab_size: int) -> GrammarCompiler | None:

@@ -104,10 +104,11 @@ class GrammarProcessor:
         return True
 
     def release(self, row: int) -> None:
-        self._drop_masks()
         self._rows.pop(row, None)
         self._waiting.discard(row)
         del self._beginnings[row]
+        # Last: an error of the thread must not keep the row.
+        self._drop_masks()
 
     def unready(self, rows: Ints, wait_s: float) -> list[int]:
         """Rows whose grammars are not compiled yet."""

@@ -41,7 +41,8 @@ class _Work(NamedTuple):
 class LogitsPipeline:
     """Calls processors for the rows that they change. Other rows cost nothing.
 
-    An error of a processor fails its rows and no others.
+    An error of a processor fails its rows and no others. One of `release`, `unready`, `begin_apply`
+    or `forced_token` is logged, and fails no row.
     """
 
     def __init__(
@@ -62,6 +63,9 @@ class LogitsPipeline:
         self._has_work = False  # whether any row is changed
         # Of the rows that are changed: the failure, should no token be possible.
         self._exclusions: dict[int, RowFailure] = {}
+        # Of rows whose last tokens a processor did not take; `apply` reports them. No processor
+        # sees these rows again before they are released.
+        self._failed: dict[int, RowFailure] = {}
         self._num_releases = np.zeros(max_num_seqs, np.int64)  # of each row
         self._forcing = {
             index: processor
@@ -109,8 +113,14 @@ class LogitsPipeline:
 
     def unready(self, rows: Ints, wait_s: float) -> list[int]:
         """Those of the rows that some processor has not prepared, after waiting for one of them for
-        at most so long."""
-        return [row for each in self._preparing for row in each.unready(rows, wait_s)]
+        at most so long. Where a processor fails, its rows are ready; `apply` waits for them."""
+        found: list[int] = []
+        for each in self._preparing:
+            try:
+                found += each.unready(rows, wait_s)
+            except Exception as error:
+                _unexpected(each, error)
+        return found
 
     def begin_apply(self, rows: Ints) -> None:
         """Start what can be done before the next step's logits are there, in which some or all of
@@ -124,7 +134,7 @@ class LogitsPipeline:
 
     def apply(self, logits: Tensor, rows: Ints) -> dict[int, RowFailure]:
         """Change logits in place; line i is that of `rows[i]`. The failing rows."""
-        failures: dict[int, RowFailure] = {}
+        failures = {row: failure for row, failure in self._failed.items() if row in rows}
         for _, processor, lines, changed in self._work(rows):
             try:
                 processor.apply(logits, lines, changed)
@@ -141,7 +151,8 @@ class LogitsPipeline:
 
     def append_on_device(self, rows: Ints, token_ids: Tensor) -> None:
         """Add a sampled token to each row, for the processors that do not need it on the host.
-        `token_ids` is int64 on the device, negative where a row failed."""
+        `token_ids` is int64 on the device, negative where a row failed. An error is reported by the
+        rows' next `apply`."""
         self._append(False, rows, token_ids)
 
     def append_on_host(self, rows: Ints, token_ids: Tensor) -> None:
@@ -150,24 +161,24 @@ class LogitsPipeline:
 
     def forced_rows(self, rows: Ints) -> Ints:
         """Those of the rows in which some processor leaves only one token."""
-        found: set[int] = set()
-        for number, _, _, changed in self._work(rows):
-            if (forcing := self._forcing.get(number)) is not None:
-                token_of = forcing.forced_token
-                found.update(row for row in changed.tolist() if token_of(row) is not None)
-        return rows[np.isin(rows, list(found))] if found else _NONE
+        changed = {
+            row
+            for number, _, _, changed in self._work(rows)
+            if number in self._forcing
+            for row in changed.tolist()
+        }
+        found = [row for row in changed if self._forced_token(row) is not None]
+        return rows[np.isin(rows, found)] if found else _NONE
 
     def forced_tokens(self, row: int, most: int) -> Iterator[int]:
         """The tokens that must follow in a row, at most so many. Each is added to the row, as a
         sampled one is, before the next one is sought. None in rows of several processors."""
-        forcing = [self._forcing[index] for index in self._forcing if self._changes[index, row]]
-        if self._changes[:, row].sum() > len(forcing):
+        if self._changes[:, row].sum() > self._changes[list(self._forcing), row].sum():
             # Another processor may exclude the token.
             return
         rows = np.array([row])
         for _ in range(most):
-            found = (processor.forced_token(row) for processor in forcing)
-            token_id = next((one for one in found if one is not None), None)
+            token_id = self._forced_token(row)
             if token_id is None:
                 return
             token_ids = torch.tensor([token_id])
@@ -181,8 +192,31 @@ class LogitsPipeline:
 
     def _append(self, on_host: bool, rows: Ints, token_ids: Tensor) -> None:
         for _, processor, lines, changed in self._work(rows):
-            if processor.needs_token_ids == on_host:
+            if processor.needs_token_ids != on_host:
+                continue
+            try:
                 processor.append(token_ids, lines, changed)
+            except Exception as error:
+                # Which of the rows have their token is not known.
+                failure = _unexpected(processor, error)
+                self._failed = dict.fromkeys(changed.tolist(), failure) | self._failed
+                self._last_work = None
+
+    def _forced_token(self, row: int) -> int | None:
+        """The token that some processor leaves, unless one fails in this row or has failed."""
+        if row in self._failed:
+            return None
+        found = None
+        for index, processor in self._forcing.items():
+            if not self._changes[index, row]:
+                continue
+            try:
+                token_id = processor.forced_token(row)
+            except Exception as error:
+                _unexpected(processor, error)
+                return None
+            found = token_id if found is None else found
+        return found
 
     def _work(self, rows: Ints) -> Sequence[_Work]:
         """Of the processors that change any of these rows, in order. Most calls have the rows of
@@ -191,7 +225,8 @@ class LogitsPipeline:
             return ()
         key = rows.tobytes()
         if self._last_work is None or self._last_work[0] != key:
-            lines = [changes.nonzero()[0] for changes in self._changes[:, rows]]
+            changed = self._changes[:, rows] & ~np.isin(rows, list(self._failed))
+            lines = [changes.nonzero()[0] for changes in changed]
             work = [
                 _Work(index, self._processors[index], each, rows[each])
                 for index, each in enumerate(lines)
@@ -258,13 +293,17 @@ class LogitsPipeline:
         if changes.any():
             self._last_work = None
             for index in changes.nonzero()[0].tolist():
-                self._processors[index].release(row)
+                try:
+                    self._processors[index].release(row)
+                except Exception as error:
+                    _unexpected(self._processors[index], error)
             changes[:] = False
+            self._failed.pop(row, None)
             del self._exclusions[row]
             self._has_work = bool(self._changes.any())
 
 
-def _unexpected(processor: LogitsProcessor, error: Exception) -> RowFailure:
+def _unexpected(processor: object, error: Exception) -> RowFailure:
     """Log an unexpected error of a processor."""
     name = type(processor).__name__
     log.error("a logits processor failed", processor=name, exc_info=error)

@@ -107,7 +107,10 @@ class LogitsProcessor(Protocol):
 
         With `needs_token_ids`, tokens are on the host, and rows that failed are left out. Else they
         are on the device, and negative in rows that failed, whose logits do not matter any
-        more."""
+        more.
+
+        After an error all these rows fail when they sample again; only `release` is called for them
+        until then."""
         ...
 
     def apply(self, logits: Tensor, lines: Ints, rows: Ints) -> None:
