@@ -65,6 +65,30 @@ def test_a_process_that_keeps_failing_is_restarted_each_time(group, fake_service
     assert "ended with status 3" in str(ends[0])
 
 
+def test_processes_are_restarted_although_their_ends_cannot_be_reported(
+    group, fake_services, monkeypatch
+):
+    [worker] = group.start([fake_services.failing("worker-0")])
+    launch, starts = worker.launch, []
+
+    def launch_at_the_second_attempt():
+        starts.append(worker.num_starts)
+        if len(starts) == 1:
+            raise OSError("no memory")
+        launch()
+
+    monkeypatch.setattr(worker, "launch", launch_at_the_second_attempt)
+
+    def report(end):
+        raise OSError("a closed terminal")
+
+    supervisor = Supervisor([worker], report)
+    try:
+        wait_until(lambda: worker.num_starts == 3, "the third start")
+    finally:
+        supervisor.close()
+
+
 def test_a_drained_process_is_not_restarted(group, fake_services, supervise, ends):
     [drained, worker] = group.start(
         [fake_services.ready("worker-0"), fake_services.ready("worker-1")]
