@@ -44,7 +44,9 @@ class Supervisor:
     def close(self) -> None:
         """Stop the supervisor; it starts nothing after this returns."""
         self._closed.set()
-        self._thread.join()
+        # A finalizer may run in any thread, and none can wait for itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _work(self) -> None:
         while not self._closed.wait(_POLL_S):

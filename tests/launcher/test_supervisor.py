@@ -1,6 +1,7 @@
 """Ended processes are restarted unless they were drained."""
 
 import signal
+import threading
 
 import pytest
 from fake_services import FakeServices
@@ -109,6 +110,23 @@ def test_a_closed_supervisor_starts_nothing(group, fake_services, supervise):
     supervise([worker]).close()
     worker.kill()
     wait_until(lambda: not worker.is_alive, "the end")
+    assert worker.num_starts == 1
+
+
+def test_a_supervisor_can_be_closed_in_its_own_thread(group, fake_services):
+    """As by the finalizer of an object that is collected there."""
+    [worker] = group.start([fake_services.failing("worker-0")])
+    created, closed = threading.Event(), threading.Event()
+
+    def close(end):
+        created.wait()
+        supervisor.close()
+        closed.set()
+
+    supervisor = Supervisor([worker], close)
+    created.set()
+    assert closed.wait(20)
+    supervisor.close()
     assert worker.num_starts == 1
 
 
