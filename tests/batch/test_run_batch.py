@@ -13,6 +13,7 @@ import pytest
 from scripted_api import Api, serve_api
 from typer.testing import CliRunner
 
+from quire.batch import runner
 from quire.cli import app
 
 
@@ -128,6 +129,14 @@ def test_requests_are_given_up_without_any_response(run_batch):
     status, [output], _ = run_batch(request("a", "never"), options=("--retry-timeout", "0.3"))
     assert status == 1
     assert output["error"]["code"] == "no_response"
+
+
+def test_a_long_request_may_lose_its_connection_again(run_batch, api, monkeypatch):
+    """Its failures are further apart than the timeout; each attempt had a server meanwhile."""
+    monkeypatch.setattr(runner, "_REACHED_S", 0.3)
+    status, [output], _ = run_batch(request("a", "long"), options=("--retry-timeout", "0.3"))
+    assert status == 0
+    assert api.attempts == {output["id"]: 3}
 
 
 def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
