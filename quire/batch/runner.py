@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 from uuid import uuid4
 
@@ -56,10 +56,17 @@ class BatchRunner:
         # Time of the last response that was not transient, by the monotonic clock.
         self._progress_s = time.monotonic()
 
-    async def run(self, lines: Sequence[str], write: Callable[[BatchOutput], object]) -> None:
-        """Call `write` with the output of each line that is not blank, as soon as there is one."""
+    async def run(
+        self,
+        lines: Sequence[str],
+        write: Callable[[BatchOutput], object],
+        done: Iterable[str] = (),
+    ) -> None:
+        """Call `write` with the output of each line that is not blank, as soon as there is one.
+        `done` are custom_ids of lines that have been left out."""
         self._progress_s = time.monotonic()
-        seen: Counter[str] = Counter()
+        # Not of the iterable itself, which may be a mapping.
+        seen = Counter(iter(done))
         waiting = iter(lines)
 
         async def work() -> None:
