@@ -16,6 +16,7 @@ from quire.client.progress_bar import PromptProgress, UseTqdm
 from quire.client.prompts import Prompt, each_conversation, each_prompt, is_conversation
 from quire.client.requests import RequestOptions
 from quire.client.sampling_params import BeamSearchParams, SamplingParams
+from quire.launcher.errors import LaunchError
 from quire.launcher.stack import LocalStack
 from quire.launcher.start_display import StartDisplay
 from quire.service.tls import TLS
@@ -35,8 +36,9 @@ class LLM:
     """A model for offline inference.
 
     `LLM("path/or/id")` starts a private stack. It stops on `close`, at the end of a context, when
-    the object is collected, or when Python exits. `LLM(target="host:port")` uses a running server;
-    `model` then selects one of several served models.
+    the object is collected, or when Python exits; until then its processes are restarted if they
+    end. `LLM(target="host:port")` uses a running server; `model` then selects one of several served
+    models.
     """
 
     def __init__(
@@ -284,14 +286,22 @@ def _start(model: str, *, verbose: bool, **options: Any) -> LocalStack:
     stack = LocalStack(
         model,
         verbose=verbose,
+        # Calls would wait for ever for a process that has ended.
+        restart=True,
         on_wait=display.on_wait,
         on_progress=display.on_progress,
+        # Refers to no LLM, which would then never be collected.
+        on_end=_warn,
         **options,
     )
     try:
         return stack.start()
     finally:
         display.clear()
+
+
+def _warn(end: LaunchError) -> None:
+    log.warning("%s\nRestarting it ...", end)
 
 
 def _close(client: Client, stack: LocalStack | None) -> None:

@@ -1,6 +1,7 @@
 """Lines of batch files, in OpenAI's format."""
 
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,6 +104,43 @@ def encoded_body(request: BatchRequest) -> bytes:
     except ValueError:
         message = "body: has a number or a character that JSON does not have"
     raise InvalidLine(message, request.custom_id)
+
+
+def succeeded_lines(outputs: str) -> dict[str, str]:
+    """The lines of an output whose responses have status 200, by custom_id. What follows the last
+    line feed is half a line."""
+    found: dict[str, str] = {}
+    for line in outputs.split("\n")[:-1]:
+        if (custom_id := _succeeded_id(line)) is not None:
+            found.setdefault(custom_id, line)
+    return found
+
+
+def pending_lines(lines: Iterable[str], done: Collection[str]) -> list[str]:
+    """The lines of an input without the first one of each custom_id that is done."""
+    left = set(done)
+    pending = []
+    for line in lines:
+        try:
+            custom_id = parse_line(line).custom_id
+        except InvalidLine:
+            custom_id = ""
+        if custom_id in left:
+            left.remove(custom_id)
+        else:
+            pending.append(line)
+    return pending
+
+
+def _succeeded_id(line: str) -> str | None:
+    """The custom_id of an output with status 200; None for other outputs and what is none."""
+    try:
+        value = json.loads(line)
+        custom_id, status = value["custom_id"], value["response"]["status_code"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    is_kept = isinstance(custom_id, str) and status == 200 and _is_encodable(line)
+    return custom_id if is_kept else None
 
 
 def _is_encodable(text: str) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 from uuid import uuid4
 
@@ -25,6 +25,8 @@ from quire.service.tls import TLS
 # Statuses after which the same request can succeed: a limit is reached, or nothing serves it now.
 _TRANSIENT: Final = frozenset({429, 502, 503})
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+# An attempt of this duration had reached a server, because failures to connect are shorter.
+_REACHED_S = 5.0
 # Of a response that is not JSON, in its error.
 _SHOWN_BYTES: Final = 200
 _DUPLICATE: Final = "custom_id: another line has it"
@@ -54,10 +56,17 @@ class BatchRunner:
         # Time of the last response that was not transient, by the monotonic clock.
         self._progress_s = time.monotonic()
 
-    async def run(self, lines: Sequence[str], write: Callable[[BatchOutput], object]) -> None:
-        """Call `write` with the output of each line that is not blank, as soon as there is one."""
+    async def run(
+        self,
+        lines: Sequence[str],
+        write: Callable[[BatchOutput], object],
+        done: Iterable[str] = (),
+    ) -> None:
+        """Call `write` with the output of each line that is not blank, as soon as there is one.
+        `done` are custom_ids of lines that have been left out."""
         self._progress_s = time.monotonic()
-        seen: Counter[str] = Counter()
+        # Not of the iterable itself, which may be a mapping.
+        seen = Counter(iter(done))
         waiting = iter(lines)
 
         async def work() -> None:
@@ -99,12 +108,15 @@ class BatchRunner:
         failing_since_s: float | None = None
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            began_s = time.monotonic()
             outcome = await self._attempt(url, body, request_id)
             response = outcome if isinstance(outcome, httpx2.Response) else None
             if response is not None and response.status_code not in _TRANSIENT:
                 self._progress_s = time.monotonic()
                 return _parsed(response)
             now = time.monotonic()
+            if _had_connected(outcome) and now - began_s >= _REACHED_S:
+                failing_since_s, backoff_s = now, _FIRST_BACKOFF_S
             failing_since_s = max(failing_since_s or now, self._progress_s)
             if now - failing_since_s >= self._retry_timeout_s:
                 if isinstance(outcome, httpx2.TransportError):
@@ -127,6 +139,12 @@ class BatchRunner:
             )
         except httpx2.TransportError as error:
             return error
+
+
+def _had_connected(outcome: httpx2.Response | httpx2.TransportError) -> bool:
+    """Whether an attempt failed with a connection that had been made."""
+    others = httpx2.Response | httpx2.ConnectError | httpx2.ConnectTimeout
+    return not isinstance(outcome, others)
 
 
 def _parsed(response: httpx2.Response) -> BatchResponse:

@@ -3,8 +3,11 @@
 import asyncio
 import importlib
 import importlib.util
+import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, TextIO
@@ -13,7 +16,7 @@ import typer
 from rich import progress
 from rich.console import Console
 
-from quire.batch.lines import BatchOutput
+from quire.batch.lines import BatchOutput, pending_lines, succeeded_lines
 from quire.cli.app import (
     ApiKey,
     given_tls,
@@ -38,6 +41,10 @@ _RetryTimeout = Annotated[
     float,
     number_option("Seconds without any response, after which requests are not sent again."),
 ]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Keep the output's responses, and run the other requests.")
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output.")]
 
 
 @report_errors()
@@ -49,6 +56,8 @@ def run_batch(
     api_key: ApiKey = None,
     max_concurrency: Annotated[int, integer_option("Requests in progress at once.")] = 64,
     retry_timeout: _RetryTimeout = 120.0,
+    resume: _Resume = False,
+    overwrite: _Overwrite = False,
 ) -> None:
     """Run a file of requests in OpenAI's batch format.
 
@@ -61,10 +70,13 @@ def run_batch(
         raise ValueError(f"--retry-timeout: must not be negative (got {retry_timeout})")
     if _is_same_file(source, destination):
         raise ValueError(f"--output: {destination} is the input")
-    lines = [line for line in _read(source) if line.strip()]
+    _check_output(destination, resume, overwrite)
+    lines = [line for line in _text(source).split("\n") if line.strip()]
+    kept = succeeded_lines(_text(destination)) if resume and destination.is_file() else {}
+    pending = pending_lines(lines, kept)
     runner = _runner(base_url, api_key, given_tls(context), max_concurrency, retry_timeout)
     num_failed = 0
-    with _opened(destination) as out, _progress_bar(len(lines)) as advance:
+    with _opened(destination, kept.values()) as out, _progress_bar(len(pending)) as advance:
 
         def write(output: BatchOutput) -> None:
             nonlocal num_failed
@@ -73,10 +85,24 @@ def run_batch(
             out.flush()
             advance()
 
-        asyncio.run(runner.run(lines, write))
-    typer.echo(f"{len(lines)} requests, {num_failed} failed", err=True)
+        asyncio.run(runner.run(pending, write, kept))
+    num_done = len(lines) - len(pending)
+    done = f", {num_done} done before" if resume else ""
+    typer.echo(f"{len(lines)} requests, {num_failed} failed{done}", err=True)
     if num_failed:
         raise typer.Exit(1)
+
+
+def _check_output(path: Path, resume: bool, overwrite: bool) -> None:
+    """ValueError for an output that would be lost, or cannot be resumed."""
+    if resume and overwrite:
+        raise ValueError("--resume: cannot be used with --overwrite")
+    if resume and path == _STANDARD:
+        raise ValueError("--resume: standard output cannot be continued")
+    has_outputs = path != _STANDARD and path.is_file() and path.stat().st_size > 0
+    if has_outputs and not (resume or overwrite):
+        choice = "continue it with --resume, or replace it with --overwrite"
+        raise ValueError(f"--output: {path} has outputs: {choice}")
 
 
 def _is_same_file(source: Path, destination: Path) -> bool:
@@ -97,20 +123,38 @@ def _runner(
     return module.BatchRunner(url, api_key, tls, max_concurrency, retry_timeout_s)
 
 
-def _read(path: Path) -> list[str]:
-    """The lines of a file. Bytes that are not UTF-8 become surrogates, which no line may have."""
+def _text(path: Path) -> str:
+    """The lines of a file. Bytes that are not UTF-8 become surrogates, which no line may have. Only
+    line feeds separate lines: others, such as U+2028, may stand in JSON texts."""
     data = opened_stdin().buffer.read() if path == _STANDARD else path.read_bytes()
-    # Only line feeds separate lines: others, such as U+2028, may stand in JSON texts.
-    return data.decode(errors="surrogateescape").split("\n")
+    return data.decode(errors="surrogateescape")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _opened(path: Path, kept: Iterable[str]) -> Iterator[TextIO]:
+    """The output, of which these lines are kept."""
     if path == _STANDARD:
         yield sys.stdout
-    else:
-        with path.open("w", encoding="utf-8") as file:
-            yield file
+        return
+    if lines := list(kept):
+        _replace(path.resolve(), lines)
+    with path.open("a" if lines else "w", encoding="utf-8") as file:
+        yield file
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Replace the lines of a file at once, so that an interruption loses none."""
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{line}\n" for line in lines)
+            file.flush()
+            os.fsync(handle)
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 @contextmanager

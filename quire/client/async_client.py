@@ -98,7 +98,7 @@ class AsyncClient:
     ) -> RequestOutput:
         request = fill_request(inference_pb2.GenerateRequest(), prompt, sampling_params, options)
         response = await self._call(
-            lambda target: self._inference(target).Generate, request, timeout_s
+            lambda target: self._inference(target).Generate, request, self._retry_policy(timeout_s)
         )
         return request_output(request, response)
 
@@ -139,10 +139,11 @@ class AsyncClient:
         """Send all prompts concurrently; see `Client.generate_all`."""
         batch = PromptBatch(prompts, sampling_params, options, return_exceptions, on_end)
         await run_each_aio(
-            lambda request, limit: self._call(
-                lambda target: self._inference(target).Generate, request, timeout_s, limit
+            lambda call, limit: self._call(
+                lambda target: self._inference(target).Generate, *call, limit
             ),
-            batch.requests,
+            # Their deadlines count from now, also of those that wait for others.
+            [(request, self._retry_policy(timeout_s)) for request in batch.requests],
             batch.take,
         )
         return batch.results
@@ -188,14 +189,18 @@ class AsyncClient:
         response = await self._call(
             lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,
             request,
-            timeout_s,
+            self._retry_policy(timeout_s),
         )
         return beam_search_output(request, response)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Cancel a request by its id; its call fails with CANCELLED."""
         request = cancel_request(request_id)
-        await self._call(lambda target: self._inference(target).CancelGenerate, request, timeout_s)
+        await self._call(
+            lambda target: self._inference(target).CancelGenerate,
+            request,
+            self._retry_policy(timeout_s),
+        )
 
     async def tokenize(
         self,
@@ -208,7 +213,7 @@ class AsyncClient:
         """The token ids of a text, or of a conversation rendered by the chat template."""
         request = tokenize_request(prompt, add_special_tokens, model)
         response = await self._call(
-            lambda target: self._tokenizer(target).Tokenize, request, timeout_s
+            lambda target: self._tokenizer(target).Tokenize, request, self._retry_policy(timeout_s)
         )
         return list(response.token_ids)
 
@@ -222,14 +227,16 @@ class AsyncClient:
     ) -> str:
         request = detokenize_request(token_ids, skip_special_tokens, model)
         response = await self._call(
-            lambda target: self._tokenizer(target).Detokenize, request, timeout_s
+            lambda target: self._tokenizer(target).Detokenize,
+            request,
+            self._retry_policy(timeout_s),
         )
         return response.text
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
         request = model_pb2.ListModelsRequest()
         response = await self._call(
-            lambda target: self._models(target).ListModels, request, timeout_s
+            lambda target: self._models(target).ListModels, request, self._retry_policy(timeout_s)
         )
         return [Model.from_proto(model) for model in response.models]
 
@@ -243,10 +250,9 @@ class AsyncClient:
         self,
         method_for: "_StubMethodFor[_Request, _Response]",
         request: _Request,
-        timeout_s: float | None,
+        retry_policy: RetryPolicy,
         limit: AioCallLimit | None = None,
     ) -> _Response:
-        retry_policy = self._retry_policy(timeout_s)
         limit = limit or AioCallLimit()
         while True:
             async with limit.attempt() as halvings_before:

@@ -14,6 +14,8 @@ from quire.launcher.processes import ServiceSpec, StartCheck
 # A package that only this extra of the distribution installs.
 _EXTRAS = {"gateway": "tokenizers", "scheduler": "redis", "worker": "torch"}
 
+_HTTP_LISTEN = "QUIRE_GATEWAY_HTTP_LISTEN"
+
 
 def check_installed(extras: Mapping[str, str] = _EXTRAS) -> None:
     """LaunchError with the missing extras, if a package is not installed. Imports no package."""
@@ -66,7 +68,7 @@ class ServiceSpecs:
                     command=[*command, f"--address-file={address_file}"],
                     address_file=address_file,
                     log_file=None if self.verbose else self.directory / f"{name}.log",
-                    environment=self._environment(service),
+                    environment=self._environment(service, http),
                     start_check=start_check,
                     listen=listen,
                     http_listen=http,
@@ -82,16 +84,20 @@ class ServiceSpecs:
         """Unix socket addresses, one per process of the service."""
         return [f"unix:{self.directory}/{name}.sock" for name in _names(service, count)]
 
-    def _environment(self, service: str) -> dict[str, str]:
+    def _environment(self, service: str, http_listen: str | None) -> dict[str, str]:
         """Human-readable logs, and an equal share of the cores and of a GPU per worker, unless
-        this process's environment or the settings have other values."""
+        this process's environment or the settings have other values. A stack without HTTP does not
+        serve it at the address of this process's environment."""
         threads = max(1, (os.cpu_count() or 1) // self.num_workers)
         defaults = {
             f"QUIRE_{service.upper()}_LOG_FORMAT": "human",
             "QUIRE_WORKER_THREADS": str(threads),
             "QUIRE_WORKER_GPU_MEMORY_UTILIZATION": str(0.9 / self.num_workers),
         }
-        merged = {**defaults, **os.environ, **self.settings}
+        inherited = dict(os.environ)
+        if http_listen is None:
+            inherited.pop(_HTTP_LISTEN, None)
+        merged = {**defaults, **inherited, **self.settings}
         return {name: value for name, value in merged.items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from quire.launcher.child import ChildProcess
@@ -28,7 +29,7 @@ class _Watched:
 class Supervisor:
     """Restarts children that end, until `close`, with exponential backoff.
 
-    Calls `on_end` in its own thread with the cause of each end.
+    Calls `on_end` in its own thread with the cause of each end; its exceptions are ignored.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Supervisor:
     def close(self) -> None:
         """Stop the supervisor; it starts nothing after this returns."""
         self._closed.set()
-        self._thread.join()
+        # A finalizer may run in any thread, and none can wait for itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def _work(self) -> None:
         while not self._closed.wait(_POLL_S):
@@ -65,7 +68,7 @@ class Supervisor:
         try:
             child.launch()
         except (OSError, LaunchError) as error:
-            self._on_end(LaunchError(f"{child.name} cannot be started: {error}"))
+            self._report(LaunchError(f"{child.name} cannot be started: {error}"))
 
     def _schedule_restart(self, watched: _Watched) -> None:
         now = time.monotonic()
@@ -76,4 +79,9 @@ class Supervisor:
         try:
             watched.child.check()
         except LaunchError as end:
+            self._report(end)
+
+    def _report(self, end: LaunchError) -> None:
+        """Call `on_end`, which may fail, such as one that writes to a closed terminal."""
+        with suppress(Exception):
             self._on_end(end)

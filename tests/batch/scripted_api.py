@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ class Api:
     """Responds with the prompt, or with the last message.
 
     `refused` gets 400, `text` a response that is not JSON, `full` 429 at its first attempt, `drop`
-    no response at its first attempt, `never` none at all, `barrier N` a response once N such
-    requests wait.
+    no response at its first attempt, `long` none at its first two after 0.4 s, `never` none at all,
+    `barrier N` a response once N such requests wait.
     """
 
     url: str = ""
@@ -50,6 +51,9 @@ class _Handler(BaseHTTPRequestHandler):
             case ["full"] if attempt == 1:
                 self._respond(429, '{"error": {"message": "full"}}', request_id)
             case ["never"]:
+                self.close_connection = True
+            case ["long"] if attempt <= 2:
+                time.sleep(0.4)
                 self.close_connection = True
             case ["drop"] if attempt == 1:
                 self.close_connection = True

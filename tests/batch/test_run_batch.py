@@ -13,6 +13,7 @@ import pytest
 from scripted_api import Api, serve_api
 from typer.testing import CliRunner
 
+from quire.batch import runner
 from quire.cli import app
 
 
@@ -40,7 +41,7 @@ def run_batch(api, tmp_path) -> Callable[..., tuple[int, list[Any], str]]:
         source.write_text("\n".join(lines) + "\n", errors="surrogateescape")
         files = ("-i", str(source), "-o", str(destination))
         result = CliRunner().invoke(app, ["run-batch", *files, "--base-url", api.url, *options])
-        outputs = [json.loads(one) for one in destination.read_text().splitlines()]
+        outputs = [json.loads(one) for one in destination.read_text().split("\n") if one]
         return result.exit_code, outputs, result.stderr
 
     return run
@@ -130,6 +131,14 @@ def test_requests_are_given_up_without_any_response(run_batch):
     assert output["error"]["code"] == "no_response"
 
 
+def test_a_long_request_may_lose_its_connection_again(run_batch, api, monkeypatch):
+    """Its failures are further apart than the timeout; each attempt had a server meanwhile."""
+    monkeypatch.setattr(runner, "_REACHED_S", 0.3)
+    status, [output], _ = run_batch(request("a", "long"), options=("--retry-timeout", "0.3"))
+    assert status == 0
+    assert api.attempts == {output["id"]: 3}
+
+
 def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
     lines = [request(str(number), "barrier 3") for number in range(6)]
     status, outputs, _ = run_batch(*lines, options=("--max-concurrency", "3"))
@@ -144,6 +153,8 @@ def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
         (("--retry-timeout", "-1"), "--retry-timeout: must not be negative (got -1.0)"),
         (("--base-url", "localhost"), "--base-url: expected http://host:port/v1"),
         (("--base-url", "http://a:99999/v1"), "--base-url: expected http://host:port/v1"),
+        (("--resume",), "--resume: standard output cannot be continued"),
+        (("--resume", "--overwrite"), "--resume: cannot be used with --overwrite"),
         (("--api-key", "é"), "api_key: must be one word of visible ASCII characters"),
     ],
 )
@@ -168,6 +179,77 @@ def test_the_input_is_not_overwritten(tmp_path):
         result = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", destination])
         assert result.stderr == f"quire: --output: {destination} is the input\n"
         assert source.read_text() == request("a", "x")
+
+
+def test_outputs_are_not_overwritten_unasked(run_batch, api, tmp_path):
+    destination = tmp_path / "out.jsonl"
+    destination.touch()
+    # An empty file has no outputs.
+    assert run_batch(request("a", "one"))[0] == 0
+    before = destination.read_text()
+    status, _, stderr = run_batch(request("a", "two"))
+    choice = "continue it with --resume, or replace it with --overwrite"
+    assert (status, stderr) == (1, f"quire: --output: {destination} has outputs: {choice}\n")
+    assert destination.read_text() == before
+    assert len(api.bodies) == 1
+    status, [output], stderr = run_batch(request("a", "two"), options=("--overwrite",))
+    assert (status, stderr) == (0, "1 requests, 0 failed\n")
+    assert output["response"]["body"]["text"] == "two"
+
+
+def test_an_interrupted_batch_is_resumed(run_batch, api, tmp_path):
+    destination, link = tmp_path / "results" / "out.jsonl", tmp_path / "out.jsonl"
+    destination.parent.mkdir()
+    link.symlink_to(destination)
+    done = [request("a", "one\u2028"), request("b", "two"), request("elsewhere", "x")]
+    assert run_batch(*done, request("c", "refused"), "{")[0] == 1
+    finished = [one for one in destination.read_text().split("\n") if '"status_code": 200' in one]
+    half = finished[0].replace('"a"', '"d"').replace('"b"', '"d"')
+    with destination.open("ab") as file:
+        file.write(b'5\n{"custom_id": "d", "response": null}\n\xff\n' + half.encode())
+    destination.chmod(0o640)
+    api.bodies.clear()
+    pending = [request("c", "three"), request("d", "four")]
+    status, outputs, stderr = run_batch(*done[:2], *pending, options=("--resume",))
+    assert (status, stderr) == (0, "4 requests, 0 failed, 2 done before\n")
+    assert sorted(body["prompt"] for body in api.bodies) == ["four", "three"]
+    assert sorted(output["custom_id"] for output in outputs) == ["a", "b", "c", "d", "elsewhere"]
+    # The kept lines stand before the others, as they were.
+    assert destination.read_text().startswith("\n".join(finished) + "\n")
+    assert link.is_symlink()
+    assert destination.stat().st_mode & 0o777 == 0o640
+    assert list(destination.parent.iterdir()) == [destination]
+
+
+def test_a_batch_without_outputs_is_resumed_from_its_beginning(run_batch):
+    status, outputs, stderr = run_batch(request("a", "one"), options=("--resume",))
+    assert (status, len(outputs), stderr) == (0, 1, "1 requests, 0 failed, 0 done before\n")
+
+
+def test_a_second_line_with_a_custom_id_is_wrong_when_it_is_resumed_too(run_batch, api):
+    lines = [request("a", "one"), request("a", "two")]
+    run_batch(*lines)
+    status, outputs, stderr = run_batch(*lines, options=("--resume",))
+    assert (status, stderr) == (1, "2 requests, 1 failed, 1 done before\n")
+    assert [output["error"] and output["error"]["code"] for output in outputs] == [
+        *(None, "invalid_line"),
+    ]
+    assert len(api.bodies) == 1
+
+
+def test_an_output_is_complete_if_its_resumption_fails(run_batch, tmp_path, monkeypatch):
+    destination = tmp_path / "out.jsonl"
+    run_batch(request("a", "one"))
+    before = destination.read_text()
+
+    def fail(*_):
+        raise OSError("interrupted")
+
+    monkeypatch.setattr("os.replace", fail)
+    status, _, stderr = run_batch(request("a", "one"), options=("--resume",))
+    assert (status, stderr) == (1, "quire: interrupted\n")
+    assert destination.read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_a_body_that_is_nested_too_deeply_leaves_the_others(run_batch):

@@ -169,3 +169,18 @@ async def test_a_server_that_fails_the_warm_up_is_not_measured(server):
     )
     with pytest.raises(RequestFailed, match="scripted: scripted failure"):
         await run(load(workload=failing, num_warmups=1), [server], unwatched)
+
+
+async def test_a_measurement_is_kept_if_nothing_is_known_of_the_workers_afterwards(
+    server, monkeypatch
+):
+    count = server.decode_counts
+
+    async def decode_counts() -> DecodeCounts:
+        if server.requests:
+            raise RequestFailed("the scheduler: unavailable")
+        return await count()
+
+    monkeypatch.setattr(server, "decode_counts", decode_counts)
+    [report] = (await run(load(), [server], unwatched)).reports
+    assert (report.num_requests, report.tokens_per_step) == (6, None)

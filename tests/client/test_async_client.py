@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -8,6 +9,7 @@ from scripted_server import MAX_CALLS, ScriptedServer
 from waiting import until
 
 from quire import AsyncClient, InvalidArgumentError, QuireError, SamplingParams, Usage
+from quire.client import concurrent_calls
 
 
 @pytest_asyncio.fixture
@@ -167,6 +169,17 @@ async def test_failures_take_the_places_of_their_outputs(async_client):
     results = await async_client.generate_all(prompts, [None] * 3, return_exceptions=True)
     assert results[0].text == "ONE"
     assert [type(result) for result in results[1:]] == [InvalidArgumentError, TypeError]
+
+
+async def test_prompts_that_wait_for_others_have_the_same_deadline(
+    async_client, server, monkeypatch
+):
+    monkeypatch.setattr(concurrent_calls, "MAX_CALLS", 1)
+    # The second one is sent after this.
+    await async_client.generate_all(
+        ["one", "two"], [None] * 2, timeout_s=5.0, on_end=lambda _: time.sleep(0.2)
+    )
+    assert server.inference.seconds_left[1] < 4.9
 
 
 async def test_the_first_failure_raises_and_cancels_the_others(async_client, server):

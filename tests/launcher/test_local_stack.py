@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def test_the_stack_of_an_llm_stops_when_the_object_is_collected(model, short_tmp
 
     del llm, caught
     gc.collect()
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_a_killed_worker_of_an_llm_is_restarted_with_a_warning(model, short_tmp, caplog):
+    with LLM(model, engine="sim") as llm:
+        [directory] = short_tmp.iterdir()
+        [worker] = _pids_of("worker_svc", directory)
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: "worker-0 ended by SIGKILL" in caplog.text, "the warning")
+        assert len(llm.generate("t1", max_tokens=4)[0].outputs[0].token_ids) == 4
+        assert _pids_of("worker_svc", directory) != [worker]
     assert list(short_tmp.iterdir()) == []
 
 
@@ -166,3 +178,14 @@ print(len(llm.generate("t1", max_tokens=4)[0].outputs[0].token_ids))
     # Its sockets are there, and no files are left when the parent ends.
     assert directory.startswith("quire-stack-")
     assert (shown.returncode, num_tokens, list(sockets.iterdir())) == (0, "4", [])
+
+
+def _pids_of(module: str, directory: Path) -> list[int]:
+    """Processes of a service of the stack with this directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().decode(errors="replace").split("\0")
+            if module in words and any(str(directory) in word for word in words):
+                found.append(int(path.parent.name))
+    return found

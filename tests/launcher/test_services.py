@@ -32,3 +32,18 @@ def test_a_setting_overrides_the_equal_share(monkeypatch: pytest.MonkeyPatch) ->
     [worker] = worker_specs(1, {"QUIRE_WORKER_THREADS": "7"})
     assert worker.environment["QUIRE_WORKER_GPU_MEMORY_UTILIZATION"] == "0.2"
     assert worker.environment["QUIRE_WORKER_THREADS"] == "7"
+
+
+def test_http_is_served_only_at_the_address_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listens(settings: dict[str, str | None], http_listen: str | None = None) -> str | None:
+        specs = ServiceSpecs(Path("/private"), 1, settings, verbose=False)
+        check = StartCheck("tokenizer", "load the model's tokenizer")
+        [gateway] = specs.make("gateway", ["127.0.0.1:0"], {}, check, http_listen)
+        assert gateway.http_listen == http_listen
+        return gateway.environment.get("QUIRE_GATEWAY_HTTP_LISTEN")
+
+    monkeypatch.setenv("QUIRE_GATEWAY_HTTP_LISTEN", "0.0.0.0:8000")
+    assert listens({}) is None
+    # The flag overrides it.
+    assert listens({}, "127.0.0.1:8000") == "0.0.0.0:8000"
+    assert listens({"QUIRE_GATEWAY_HTTP_LISTEN": "127.0.0.1:1"}) == "127.0.0.1:1"

@@ -1,6 +1,7 @@
 """Ended processes are restarted unless they were drained."""
 
 import signal
+import threading
 
 import pytest
 from fake_services import FakeServices
@@ -65,6 +66,30 @@ def test_a_process_that_keeps_failing_is_restarted_each_time(group, fake_service
     assert "ended with status 3" in str(ends[0])
 
 
+def test_processes_are_restarted_although_their_ends_cannot_be_reported(
+    group, fake_services, monkeypatch
+):
+    [worker] = group.start([fake_services.failing("worker-0")])
+    launch, starts = worker.launch, []
+
+    def launch_at_the_second_attempt():
+        starts.append(worker.num_starts)
+        if len(starts) == 1:
+            raise OSError("no memory")
+        launch()
+
+    monkeypatch.setattr(worker, "launch", launch_at_the_second_attempt)
+
+    def report(end):
+        raise OSError("a closed terminal")
+
+    supervisor = Supervisor([worker], report)
+    try:
+        wait_until(lambda: worker.num_starts == 3, "the third start")
+    finally:
+        supervisor.close()
+
+
 def test_a_drained_process_is_not_restarted(group, fake_services, supervise, ends):
     [drained, worker] = group.start(
         [fake_services.ready("worker-0"), fake_services.ready("worker-1")]
@@ -85,6 +110,23 @@ def test_a_closed_supervisor_starts_nothing(group, fake_services, supervise):
     supervise([worker]).close()
     worker.kill()
     wait_until(lambda: not worker.is_alive, "the end")
+    assert worker.num_starts == 1
+
+
+def test_a_supervisor_can_be_closed_in_its_own_thread(group, fake_services):
+    """As by the finalizer of an object that is collected there."""
+    [worker] = group.start([fake_services.failing("worker-0")])
+    created, closed = threading.Event(), threading.Event()
+
+    def close(end):
+        created.wait()
+        supervisor.close()
+        closed.set()
+
+    supervisor = Supervisor([worker], close)
+    created.set()
+    assert closed.wait(20)
+    supervisor.close()
     assert worker.num_starts == 1
 
 
