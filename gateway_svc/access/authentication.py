@@ -10,14 +10,6 @@ from quire.service.errors import failed
 
 _ADMIN_NEEDED = "ADMIN_NEEDED"
 _KEY_HEADER = "x-api-key"
-_MISSING_KEY = failed(
-    grpc.StatusCode.UNAUTHENTICATED,
-    "MISSING_KEY",
-    f"an API key is needed; send the header 'authorization: {SCHEME} KEY'",
-)
-_UNKNOWN_KEY = failed(
-    grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_KEY", "the API key is unknown or was removed"
-)
 
 
 class Authentication:
@@ -43,12 +35,20 @@ class Authentication:
             return ANONYMOUS
         key = _key_of(header)
         if not key:
-            raise _MISSING_KEY
+            raise failed(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "MISSING_KEY",
+                f"an API key is needed; send the header 'authorization: {SCHEME} KEY'",
+            )
         # Looked up, not compared with each: the time of it may reveal a part of a stored hash at
         # most, which leads to no key.
         found = self._tenants.get(hash_key(key))
         if found is None:
-            raise _UNKNOWN_KEY
+            raise failed(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "UNKNOWN_KEY",
+                "the API key is unknown or was removed",
+            )
         return found
 
     def authenticate_admin(self, header: str | bytes | None) -> Tenant:

@@ -14,6 +14,8 @@ MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 MAX_TOOLS = 128
 MAX_CALLS = 128
+# Of the arguments of all calls together, which are parsed.
+MAX_ARGUMENT_CHARACTERS = 2**21
 # Of all tools together.
 MAX_SCHEMA_BYTES = 2**17
 MAX_ID_CHARACTERS = 256
@@ -31,8 +33,13 @@ def check_messages(conversation: conversation_pb2.Conversation) -> None:
     check_at_most(
         "conversation.messages", "TOO_MANY_MESSAGES", len(conversation.messages), MAX_MESSAGES
     )
+    calls = (call for message in conversation.messages for call in message.tool_calls)
+    num_characters = sum(len(call.arguments) for call in calls)
+    unit = "characters in the arguments of calls"
+    field = "conversation.messages"
+    check_at_most(field, "CALLS_SIZE", num_characters, MAX_ARGUMENT_CHARACTERS, unit)
     for at, message in enumerate(conversation.messages):
-        _check_message(f"conversation.messages[{at}]", message)
+        _check_message(f"{field}[{at}]", message)
     if conversation.continue_final_message:
         _check_continued(conversation)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -20,6 +21,7 @@ from gateway_svc.generation import (
     validation,
 )
 from gateway_svc.generation.beam_search import Search
+from gateway_svc.generation.checking import checked
 from gateway_svc.generation.choice import Choice, create_choices
 from gateway_svc.generation.error_fields import prompt_field
 from gateway_svc.generation.field_checks import check_tokens_of_text
@@ -37,8 +39,6 @@ from quire.internal.v1 import gateway_pb2, logits_pb2, scheduler_pb2
 from quire.service.errors import failed
 from quire.v1 import conversation_pb2, inference_pb2
 
-# Larger requests are checked in a thread.
-_INLINE_BYTES = 2**15
 # Formats whose output is a sequence of pieces.
 _OF_PIECES = (gateway_pb2.FORMAT_RESPONSE, gateway_pb2.FORMAT_MESSAGE)
 
@@ -99,7 +99,7 @@ async def prepare(
     """RequestError names the invalid field. `deadline_s` is the time left to the client's call.
     With a `search` the request, of as many choices as beams, is a beam search."""
     limits = model.limits(max_model_len)
-    await _check(request, limits)
+    await checked(request, partial(validation.check_request, request, limits))
     if search is not None:
         beam_search.check_request(request)
     tenant_limits.check_request(request, tenant)
@@ -144,14 +144,6 @@ async def prepare(
     return PreparedRequest(
         model, submission, state, prompt_field(request), create_choices(request_id, state, model)
     )
-
-
-async def _check(request: GenerationRequest, limits: ModelLimits) -> None:
-    """Megabytes of short values, such as calls of tools, are checked in seconds: in a thread."""
-    if request.ByteSize() <= _INLINE_BYTES:
-        validation.check_request(request, limits)
-    else:
-        await asyncio.to_thread(validation.check_request, request, limits)
 
 
 def _finish_params(

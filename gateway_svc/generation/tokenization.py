@@ -1,8 +1,10 @@
 """The served model and its tokenizer, as every public API offers them."""
 
+from functools import partial
 from typing import TypeVar
 
 from gateway_svc.generation import validation
+from gateway_svc.generation.checking import checked
 from gateway_svc.scheduler.shards import Shards
 from gateway_svc.text.served_model import Model, ServedModel
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
@@ -44,8 +46,10 @@ class TokenizationService:
                 )
                 validation.check_text("text", text, limits)
             case "conversation":
-                validation.check_conversation(request.conversation, limits)
-                text = rendered = await model.render(request.conversation)
+                conversation = request.conversation
+                check = partial(validation.check_conversation, conversation, limits)
+                await checked(conversation, check)
+                text = rendered = await model.render(conversation)
                 validation.check_text("conversation", text, limits)
                 add_special_tokens = False
             case _:

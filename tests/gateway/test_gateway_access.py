@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 from waiting import until
 
+from gateway_svc.access.authentication import Authentication
 from gateway_svc.access.tenant import Tenant, TenantLimits
 from gateway_svc.generation.tenant_limits import background_window_s
 from gateway_svc.server import Gateway
@@ -124,6 +126,18 @@ async def test_calls_without_a_known_key_are_refused(
             aiter(guarded.inference.StreamGenerate(pb.StreamGenerateRequest(), metadata=metadata))
         )
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("header", [None, header_value(new_key())])
+def test_refused_calls_leave_nothing_behind(header: str | None) -> None:
+    """An error has the frames in which it was raised, with what they have of the call."""
+    authentication = Authentication({})
+    num_frames = []
+    for _ in range(3):
+        with pytest.raises(RequestError) as caught:
+            authentication.authenticate(header)
+        num_frames.append(len(list(traceback.walk_tb(caught.value.__traceback__))))
+    assert len(set(num_frames)) == 1
 
 
 async def test_health_needs_no_key(guarded: Stack) -> None:

@@ -386,3 +386,34 @@ async def test_a_large_request_is_checked_beside_the_event_loop(
     assert field_of(caught.value) == "conversation.messages[39].tool_calls[99].arguments"
     assert threads
     assert threading.main_thread() not in threads
+
+
+async def test_a_large_conversation_to_tokenize_is_checked_in_a_thread(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    check = validation.check_conversation
+
+    def recorded(conversation: Conversation, limits: ModelLimits) -> None:
+        threads.append(threading.current_thread())
+        check(conversation, limits)
+
+    monkeypatch.setattr(validation, "check_conversation", recorded)
+    calls = [ToolCall(id="a", name="f", arguments="{}")] * 100
+    messages = [Message(role="assistant", tool_calls=calls)] * 40
+    messages[-1].tool_calls[-1].arguments = "1"
+    request = tokenizer_pb2.TokenizeRequest(conversation=Conversation(messages=messages))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.tokenizer.Tokenize(request)
+    assert str(field_of(caught.value)).endswith(".tool_calls[99].arguments")
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_megabytes_of_arguments_are_not_parsed(stack: Stack) -> None:
+    call = ToolCall(id="a", name="f", arguments="{" + "1," * 2**21)
+    message = Message(role="assistant", tool_calls=[call])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(conversation={"messages": [message]}))
+    assert info_of(caught.value).reason == "CALLS_SIZE"
+    assert field_of(caught.value) == "conversation.messages"
