@@ -269,10 +269,9 @@ class Sequence:
 
     @property
     def published_blocks(self) -> list[int]:
-        """Blocks whose hashes it published; of its last block table if it has none now."""
-        if not self.block_ids:
-            return self.last_published_blocks
-        return self.block_ids[self.num_hit_blocks : self.num_published_blocks]
+        """Blocks whose hashes it published; without any now, those when it lost its last row."""
+        held = self.block_ids[self.num_hit_blocks : self.num_published_blocks]
+        return held or self.last_published_blocks
 
     @property
     def logprobs_bytes(self) -> int:

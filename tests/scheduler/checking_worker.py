@@ -65,6 +65,14 @@ class CheckingStream:
     def end(self) -> None:
         self.responses.put_nowait(None)
 
+    @property
+    def received(self) -> list[worker_pb2.BatchPlan]:
+        """Plans that have not started."""
+        plans = [self.plans.get_nowait() for _ in range(self.plans.qsize())]
+        for plan in plans:
+            self.plans.put_nowait(plan)
+        return [plan for plan in plans if plan is not None]
+
     def drop_plans(self) -> None:
         """Drop the plans that have not started."""
         while not self.plans.empty():
@@ -160,6 +168,11 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
     def rows_in_flight(self) -> list[set[int]]:
         """Those of each plan without a result."""
         return [] if self._stream is None else [*self._stream.in_flight.values()]
+
+    @property
+    def received(self) -> list[worker_pb2.BatchPlan]:
+        """Plans that have not started."""
+        return [] if self._stream is None else self._stream.received
 
     @property
     def is_held_back(self) -> bool:

@@ -15,6 +15,8 @@ from waiting import until
 from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.lane.lane import Lane
+from scheduler_svc.store import pool
+from scheduler_svc.store.types import Commit
 
 INTERNAL, RESOURCE_EXHAUSTED = 13, 8
 
@@ -261,6 +263,54 @@ async def test_a_failed_row_withdraws_its_hashes_and_its_sharers_are_recomputed(
         [last] = await gateway.wait_ended(await gateway.submit([*shared, *prompt(5, 2)], seed=4))
         assert last.end.num_cached_prompt_tokens == 48
         assert last.token_ids == last.tokens(4)
+
+
+async def step_begun_after(worker: CheckingWorker, num_plans: int) -> None:
+    await until(lambda: len(worker.plans) > num_plans, "the next plan")
+
+
+async def held_before_a_swap(worker: CheckingWorker) -> worker_pb2.BatchPlan:
+    """Let steps run one by one until the plan after the one that is held swaps a group out."""
+    while True:
+        await until(lambda: worker.is_held_back and bool(worker.received), "two plans")
+        if worker.received[0].swap_outs.sources:
+            return worker.received[0]
+        num_plans = len(worker.plans)
+        worker.gate.set()
+        worker.gate.clear()
+        await step_begun_after(worker, num_plans)
+
+
+async def test_blocks_of_a_row_that_fails_while_it_is_swapped_out_are_withdrawn(
+    redis_url, sockets, monkeypatch
+):
+    withdrawn: list[int] = []
+    pack = pool.pack_commit
+
+    def noted(commit: Commit) -> list[bytes]:
+        withdrawn.extend(commit.withdrawals)
+        return pack(commit)
+
+    monkeypatch.setattr(pool, "pack_commit", noted)
+    worker = CheckingWorker(1, num_blocks=24, num_host_blocks=64)
+    worker.gate.clear()
+    async with running_stack(redis_url, sockets, {"a": worker}, watermark=0) as stack:
+        gateway = await stack.gateway()
+        sent = {
+            seed: await gateway.submit(prompt(9, seed), seed=seed, max_tokens=20, n=2)
+            for seed in (1, 2, 3)
+        }
+        swapping = await held_before_a_swap(worker)
+        seeds = {worker.seeds[row] for row in swapping.released_rows}
+        [failing] = [seed for seed in sent if seed_of_choice(seed, 0) in seeds]
+        worker.failing_seeds.add(seed_of_choice(failing, 0))
+        worker.gate.set()
+        [failed] = await gateway.wait_ended(sent[failing])
+        assert failed.failure.code == INTERNAL
+        await gateway.wait_ended()
+    await worker.check()
+    assert withdrawn
+    assert set(withdrawn) <= set(swapping.swap_outs.sources)
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", [1, 2, 3, 4]), ("priority", [2, 4, 3, 1])])

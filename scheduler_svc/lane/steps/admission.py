@@ -91,6 +91,8 @@ class StepAdmission:
 
     def _start(self, sequence: Sequence, num_tokens: int) -> None:
         """Assign a row to a sequence that has its blocks, and run it."""
+        # All results of its last row are known.
+        sequence.last_published_blocks = []
         self._builder.rows.admit(sequence)
         self._builder.plan.admit(sequence)
         sequence.is_on_worker, sequence.is_changed = True, False

@@ -191,6 +191,8 @@ class StepRelease:
             self._builder.plan.swap_outs.add(source, destination)
         for sequence in sequences:
             self._builder.release(sequence, sequence.block_ids)
+            # A result in flight may report the row as failed.
+            sequence.last_published_blocks = sequence.published_blocks
             sequence.block_ids = [moved[block_id] for block_id in sequence.block_ids]
             sequence.num_hit_blocks = sequence.num_published_blocks = 0
             self._table.traced.swap_out(sequence)
