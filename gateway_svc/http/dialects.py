@@ -21,8 +21,7 @@ _TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# By code, how the message begins by which clients recognise an error: Claude Code shortens its
-# conversation after this one.
+# By code, how the message begins in Anthropic's API: clients recognise errors by it.
 _BEGINNINGS: Final = {"context_length_exceeded": "prompt is too long: "}
 # By field and code, what clients act on: their tool runners ask for a conversation that the server
 # keeps, and continue without one.

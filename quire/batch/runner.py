@@ -65,8 +65,7 @@ class BatchRunner:
         """Call `write` with the output of each line that is not blank, as soon as there is one.
         `done` are custom_ids of lines that have been left out."""
         self._progress_s = time.monotonic()
-        # Not of the iterable itself, which may be a mapping.
-        seen = Counter(iter(done))
+        seen = Counter(done)
         waiting = iter(lines)
 
         async def work() -> None:

@@ -85,7 +85,7 @@ def run_batch(
             out.flush()
             advance()
 
-        asyncio.run(runner.run(pending, write, kept))
+        asyncio.run(runner.run(pending, write, kept.keys()))
     num_done = len(lines) - len(pending)
     done = f", {num_done} done before" if resume else ""
     typer.echo(f"{len(lines)} requests, {num_failed} failed{done}", err=True)

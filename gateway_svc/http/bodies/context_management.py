@@ -17,7 +17,7 @@ class KeptThinking(HttpRequest):
 
 
 class ClearThinking(HttpRequest):
-    """Claude Code asks for it: `all`, or the last reply's alone after an hour without requests."""
+    """Which replies keep their thinking: all, or the last ones."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | KeptThinking
