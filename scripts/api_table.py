@@ -4,6 +4,7 @@ python scripts/api_table.py            prints the tables
 python scripts/api_table.py --write    writes them to docs/api.md
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -159,9 +160,17 @@ SECTIONS = (
         http={
             **{
                 name: {"chat": (f"messages.{name}",), "responses": (f"input.{name}",)}
-                for name in ("role", "content", "tool_calls", "tool_call_id", "name")
+                for name in ("role", "content", "name")
             },
-            "reasoning": {"chat": ("messages.reasoning",), "responses": ()},
+            "tool_calls": {
+                "chat": ("messages.tool_calls",),
+                "responses": ("input[function_call]",),
+            },
+            "tool_call_id": {
+                "chat": ("messages.tool_call_id",),
+                "responses": ("input[function_call_output].call_id",),
+            },
+            "reasoning": {"chat": ("messages.reasoning",), "responses": ("input[reasoning]",)},
         },
         python=_named(MESSAGE_KEYS),
         cli={"content": "prompt"},
@@ -234,9 +243,10 @@ def _cell(names: Sequence[str], grpc_name: str) -> str:
 
 
 def _is_served(schema: Mapping[str, Any], path: str) -> bool:
-    """Whether a body has a field that is not refused; a path of names leads into objects."""
+    """Whether a body has a field that is not refused; a path of names leads into objects. The
+    `[type]` of an item is not checked."""
     objects = [schema]
-    for part in path.split("."):
+    for part in re.sub(r"\[\w+\]", "", path).split("."):
         found = [one["properties"][part] for one in objects if part in one.get("properties", {})]
         if not found or str(found[0].get("description", "")).startswith("Not supported"):
             return False

@@ -68,10 +68,12 @@ class QuireServer:
         if self._operations is None:
             return None
         try:
-            status = await asyncio.to_thread(self._operations.status, False, _STATUS_TIMEOUT_S)
+            shards = await asyncio.to_thread(self._operations.statuses, False, _STATUS_TIMEOUT_S)
+            for failure in shards.failures.values():
+                raise failure
         except QuireError as error:
             raise RequestFailed(f"the scheduler: {error}") from error
-        return DecodeCounts.of(status.workers)
+        return DecodeCounts.of([w for one in shards.statuses.values() for w in one.workers])
 
     async def close(self) -> None:
         if self._operations is not None:

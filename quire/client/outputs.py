@@ -41,7 +41,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability in the model's distribution, before temperature and filters."""
+    """A token's log-probability in the model's distribution before temperature and filters, or
+    after penalties, biases and masks with `logprobs_mode` "processed"."""
 
     # Natural logarithm of the probability.
     logprob: float

@@ -7,6 +7,8 @@ import pytest
 from scripted_scheduler import ScriptedScheduler, ScriptedStandby
 from typer.testing import CliRunner
 
+from quire.bench.quire_server import QuireServer
+from quire.bench.server import RequestFailed
 from quire.cli import app
 from quire.internal.v1.operations_pb2 import GetStatusResponse, QueueStatus, WorkerStatus
 
@@ -29,6 +31,7 @@ def reading(number: int, uptime_s: int = 60, num_tokens: int = 0) -> GetStatusRe
                 address=f"worker-{number}:1",
                 num_running=number,
                 num_scheduled_tokens=num_tokens,
+                num_sampled_tokens=10 * number,
                 num_blocks=4,
                 num_free_blocks=2,
                 block_map=bytes([0, 3, 3, 1, 1]),
@@ -193,3 +196,16 @@ def test_without_any_shard_a_command_fails(address: str, start) -> None:
         result = quire(*command, "--target", address)
         assert result.exit_code == 1
         assert result.stderr == "quire: UNAVAILABLE: this scheduler does not lead\n"
+
+
+async def test_a_load_test_counts_the_workers_of_all_shards(
+    two: list[ScriptedScheduler],
+) -> None:
+    server = QuireServer("unix:/unused", None, 0, True, scheduler=two[0].address)
+    counts = await server.decode_counts()
+    assert counts is not None
+    assert counts.num_tokens == 30
+    two[1].stop()
+    with pytest.raises(RequestFailed, match="the scheduler: UNAVAILABLE"):
+        await server.decode_counts()
+    await server.close()
