@@ -60,10 +60,12 @@ class BadWords:
         single = np.unique(np.array([word[0] for word in known if len(word) == 1], np.int64))
         words = [word for word in known if len(word) > 1]
         self._has_single[row] = self._single.set(row, single)
-        self._has_words[row] = bool(words)
+        self._has_words[row] = False
         if words:
+            with self._slots.take(row) as slot:
+                self._write_end(slot, words, token_ids[num_prompt_tokens:])
             self._words[row] = words
-            self._write_end(self._slots.take(row), words, token_ids[num_prompt_tokens:])
+            self._has_words[row] = True
             self._batch.clear()
         return bool(known)
 

@@ -12,9 +12,10 @@ from worker_svc.plan.logits_params import LogitsParams
 
 
 def largest_counts_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """The most memory of counts: a table for all rows, beside the one of half the size that it
-    replaces."""
-    return max_num_seqs * vocab_size * 4 * 3 // 2
+    """The most memory of counts: a table for all rows, beside the smaller one that it replaces,
+    whose number of lines is a power of two."""
+    num_before = 1 << (max_num_seqs - 1).bit_length() >> 1
+    return (max_num_seqs + num_before) * vocab_size * 4
 
 
 class Penalties:
@@ -39,8 +40,14 @@ class Penalties:
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if penalties == (1, 0, 0):
             return False
-        slot, upload = self._slots.take(row), self._context.upload
-        most = self._context.max_num_seqs
+        with self._slots.take(row) as slot:
+            self._write_line(slot, penalties, token_ids, num_prompt_tokens)
+        return True
+
+    def _write_line(
+        self, slot: int, penalties: tuple[float, ...], token_ids: Ints, num_prompt_tokens: int
+    ) -> None:
+        upload, most = self._context.upload, self._context.max_num_seqs
         self._counts = grown(self._counts, slot + 1, most)
         self._penalties = grown(self._penalties, slot + 1, most)
         self._penalties[slot].copy_(upload(np.array(penalties, np.float32)))
@@ -51,7 +58,6 @@ class Penalties:
         )
         counts.index_fill_(0, prompt, 1)
         counts.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
-        return True
 
     def release(self, row: int) -> None:
         self._slots.give_back(row)

@@ -1,6 +1,8 @@
 """Numbers of rows that have a line in a table on the device."""
 
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +31,17 @@ class Slots:
         self._batch = BatchCache(self._gather)
         self.num_used = 0  # slots that were ever taken
 
-    def take(self, row: int) -> int:
-        """The slot of a row, until it is returned."""
+    @contextmanager
+    def take(self, row: int) -> Iterator[int]:
+        """The slot of a row, until it is returned; at once if its line cannot be written."""
+        slot = self._take(row)
+        try:
+            yield slot
+        except BaseException:
+            self.give_back(row)
+            raise
+
+    def _take(self, row: int) -> int:
         if not self._free:
             heapq.heappush(self._free, self.num_used)
             self.num_used += 1
