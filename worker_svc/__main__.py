@@ -38,7 +38,7 @@ def _follow(settings: WorkerSettings) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     following = importlib.import_module("worker_svc.ranks.following")
     try:
-        status: int = following.follow(settings)
+        status: int = following.follow(settings, is_child=False)
     except WrongSettingError as error:
         return server.report_wrong_setting(error)
     return status

@@ -156,7 +156,7 @@ def test_a_rank_without_a_gpu_is_reported(tmp_path: Path) -> None:
         ranks.run(load)
 
 
-def test_a_follower_on_a_gpu_notices_that_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_notices_that_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_INTERVAL_S", "_STOP_S"):
         monkeypatch.setattr(heartbeats, name, 0.01)
     lost: SimpleQueue[str] = SimpleQueue()

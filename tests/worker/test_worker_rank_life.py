@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rank_threads import rank_threads
 from tiny_models import llama, save_model
 from torch.distributed import HashStore
 from worker_driver import worker_settings
@@ -23,7 +24,8 @@ from worker_processes import logged, worker_process
 from benchmarks.chaos.ranks import followers_of
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.checkpoint import ModelError
-from worker_svc.ranks import heartbeats
+from worker_svc.ranks import following, heartbeats
+from worker_svc.ranks.agreement import MODEL, wait_for_all
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks
 from worker_svc.settings import WrongSettingError
@@ -113,6 +115,29 @@ def test_notices_a_rank_that_is_silent_while_it_loads(monkeypatch: pytest.Monkey
     store.set("heartbeat/2", "1")
     assert "rank 2 was silent" in lost.get(timeout=10)
     monitor.stop()
+
+
+@pytest.mark.parametrize(("is_child", "has_loaded"), [(True, False), (True, True), (False, False)])
+def test_a_child_that_cannot_load_waits_until_rank_0_has_read_why(
+    is_child: bool, has_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may load for minutes. It kills its children."""
+    monkeypatch.setattr(following, "_REPORTED_S", 0.01)
+    with rank_threads(2) as ranks:
+        first, second = ranks.groups
+        if has_loaded:
+            second.exchange_own(MODEL, {})
+        report = threading.Thread(
+            target=following._report,
+            args=(second, ModelError("no such file")),
+            kwargs={"is_loading_child": is_child},
+            daemon=True,
+        )
+        report.start()
+        with pytest.raises(ModelError, match="rank 1: no such file"):
+            wait_for_all(first)
+        report.join(0.3 if is_child and not has_loaded else 10)
+        assert report.is_alive() == (is_child and not has_loaded)
 
 
 def test_watches_the_others_until_they_have_received_the_end() -> None:

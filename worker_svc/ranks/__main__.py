@@ -30,7 +30,7 @@ def main() -> None:
     pause_collections()
     prepare_process()
     # Without the interpreter's end, which takes a second and for which rank 0 would wait.
-    os._exit(importlib.import_module("worker_svc.ranks.following").follow(settings))
+    os._exit(importlib.import_module("worker_svc.ranks.following").follow(settings, is_child=True))
 
 
 def _end_with_pipe() -> None:

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 _ERROR = "error"
 # The names of exchanges in which a rank learns that another one could not load its shard.
 GPU: Final = "gpu"
-_MODEL: Final = "model"
+MODEL: Final = "model"
 _READY: Final = "ready"
 
 
@@ -31,7 +31,7 @@ def report_failure(group: RankGroup, error: BaseException) -> None:
     loaded. What it has given before stays: where ranks differ, each finds that by itself."""
     # Where the store is gone, rank 0 is, and the others will fail by themselves.
     with suppress(RuntimeError):
-        for name in (GPU, _MODEL, _READY):
+        for name in (GPU, MODEL, _READY):
             if not group.has_given(name):
                 group.exchange_own(name, {_ERROR: str(error)})
 
@@ -47,7 +47,7 @@ def connect_equal(group: RankGroup, model: ServedModel, settings: WorkerSettings
     """Connect ranks that have loaded their shards. WrongSettingError, with both values, if another
     rank has another checkpoint, type or size. ModelError if another rank could not load its
     shard."""
-    every = group.exchange(_MODEL, _description(model, settings))
+    every = group.exchange(MODEL, _description(model, settings))
     raise_reported(every)
     for rank, one in enumerate(every):
         for name, value in one.items():

@@ -21,6 +21,7 @@ from worker_svc.loading.model_source import load_source
 from worker_svc.model.load_progress import LoadProgress
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.ranks.agreement import (
+    MODEL,
     common_maxima,
     connect_equal,
     report_failure,
@@ -44,8 +45,9 @@ log = structlog.get_logger()
 _REPORTED_S: Final = 10.0
 
 
-def follow(settings: WorkerSettings) -> int:
-    """Run a follower until rank 0 stops it or is lost; return the process's exit status."""
+def follow(settings: WorkerSettings, *, is_child: bool) -> int:
+    """Run a follower until rank 0 stops it or is lost; return the process's exit status.
+    `is_child`: rank 0 has started this process, and ends with it."""
     configure_logging("worker", settings.log_level, settings.log_format)
     # Rank 0 drains, and then stops the others.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -65,24 +67,34 @@ def follow(settings: WorkerSettings) -> int:
         place.interface(),
         num_stages=settings.pipeline_parallel_size,
     )
+    is_loading = False
     try:
         device = find_device(settings.device)
-        # A GPU may keep this thread from receiving messages.
-        send_heartbeats(place.store(), place.rank, end_process if device.type == "cuda" else None)
+        # This thread may wait for a message that never comes.
+        send_heartbeats(place.store(), place.rank, end_process)
         device = take_device(device, place.rank, place.size)
         with exclusive_gpu(group, device, settings.gpu_locks):
+            is_loading = True
             follower = _load(settings, group, device)
         log.info("rank ready", process=os.getpid())
         wait_for_all(group)
     except Exception as error:
         log.error("shard not loaded", reason=str(error))
-        report_failure(group, error)
-        threading.Event().wait(_REPORTED_S)
+        _report(group, error, is_loading_child=is_child and is_loading)
         return RANK_LOST
     finally:
         resume_collections()
     follower.run()
     return 0
+
+
+def _report(group: RankGroup, error: Exception, *, is_loading_child: bool) -> None:
+    """Report to rank 0, and wait until it has read that."""
+    # Rank 0 reads it when its own shard is loaded, which may take minutes, and kills its children.
+    # Before and behind that, it may wait for a message of this process instead.
+    is_read_later = is_loading_child and not group.has_given(MODEL)
+    report_failure(group, error)
+    threading.Event().wait(None if is_read_later else _REPORTED_S)
 
 
 def _load(

@@ -17,10 +17,9 @@ LOADING_SILENCE_S: Final = 60.0
 _STOP_S: Final = 1.0
 
 
-def send_heartbeats(store: Store, rank: int, on_lost: Callable[[str], object] | None) -> None:
+def send_heartbeats(store: Store, rank: int, on_lost: Callable[[str], object]) -> None:
     """Count in the store, on another thread, as long as this process runs. The store may have no
-    other user. `on_lost` is called with the reason when rank 0 is gone; without it the next message
-    reports that."""
+    other user. `on_lost` is called with the reason when rank 0 is gone."""
 
     def send() -> None:
         count = 0
@@ -29,9 +28,8 @@ def send_heartbeats(store: Store, rank: int, on_lost: Callable[[str], object] | 
             try:
                 store.set(_key(rank), str(count))
             except RuntimeError as error:
-                if on_lost is not None:
-                    time.sleep(_STOP_S)
-                    on_lost(f"rank 0 is gone: {error}")
+                time.sleep(_STOP_S)
+                on_lost(f"rank 0 is gone: {error}")
                 return
             time.sleep(_INTERVAL_S)
 
