@@ -14,14 +14,17 @@ from transformers import AutoTokenizer
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.gguf_config import CONVERSION_ERRORS, read_config
 from worker_svc.model.quantized.gguf_file import GgufFile
+from worker_svc.model.quantized.gguf_tokens import set_special_ids
 
 
 def make_folder(path: Path, folder: Path) -> None:
     """Write `config.json`, the tokenizer and a link to the file. ModelError if the metadata do not
     describe the model completely, or if the tokenizer is of an unknown kind."""
-    config = read_config(GgufFile.open(path))
+    file = GgufFile.open(path)
+    config = read_config(file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        set_special_ids(config, file, tokenizer.get_vocab())
     except CONVERSION_ERRORS as error:
         raise ModelError(f"{path}: tokenizer cannot be read: {error}") from error
     try:
