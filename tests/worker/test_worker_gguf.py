@@ -248,6 +248,33 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_link_to_another_file_is_replaced(tmp_path: Path) -> None:
+    old, new = (
+        models.write_gguf(models.llama(), tmp_path / name, lambda name: "Q8_0") for name in "ab"
+    )
+    link = tmp_path / "served" / "model.gguf"
+    for file in (old, new):
+        make_folder(file, link.parent)
+        assert link.samefile(file)
+    new.rename(tmp_path / "b" / "moved")
+    make_folder(old, link.parent)
+    assert link.samefile(old)
+
+
+def test_a_file_in_the_place_of_the_link_is_kept(tmp_path: Path) -> None:
+    file = models.write_gguf(models.llama(), tmp_path, lambda name: "Q8_0")
+    other = tmp_path / "served" / "model.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"other")
+    with pytest.raises(ModelError, match=r"served: cannot be written: model\.gguf is another file"):
+        make_folder(file, other.parent)
+    assert other.read_bytes() == b"other"
+    assert list(other.parent.iterdir()) == [other]
+    # A file beside its own config.
+    make_folder(file, tmp_path)
+    assert not file.is_symlink()
+
+
 def test_a_folder_has_one_file(tmp_path: Path) -> None:
     folder = served_folder(tmp_path)
     (folder / "other.gguf").touch()

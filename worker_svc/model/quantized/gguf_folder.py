@@ -29,13 +29,23 @@ def make_folder(path: Path, folder: Path) -> None:
         raise ModelError(f"{path}: tokenizer cannot be read: {error}") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # First, so that a refusal changes nothing.
+        _link(path.resolve(), folder / path.name)
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        link = folder / path.name
-        if not link.exists():
-            os.symlink(path.resolve(), link)
     except CONVERSION_ERRORS as error:
         raise ModelError(f"{folder}: cannot be written: {error}") from error
+
+
+def _link(file: Path, link: Path) -> None:
+    """Make a link, in place of one to another file or to none. FileExistsError for a file."""
+    if link.exists() and link.samefile(file):
+        return
+    if link.is_symlink():
+        link.unlink()
+    elif link.exists():
+        raise FileExistsError(f"{link.name} is another file than {file}; move one of them")
+    os.symlink(file, link)
 
 
 def main() -> None:
