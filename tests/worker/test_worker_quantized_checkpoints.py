@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copyfile, copytree
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,6 +180,16 @@ def test_orders_of_groups() -> None:
     for wrong in ([0, 0, 0, 1], [0, 0, -1, 1], [0, 0, 2, 2]):
         with pytest.raises(ModelError, match="layer: act-order"):
             permutation_of("layer", torch.tensor(wrong), 2)
+
+
+def test_a_group_beyond_all_is_refused_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of all groups below it would take gigabytes."""
+    counted = Mock()
+    monkeypatch.setattr(Tensor, "bincount", counted)
+    monkeypatch.setattr(torch, "bincount", counted)
+    with pytest.raises(ModelError, match="layer: act-order with groups of other sizes than 2"):
+        permutation_of("layer", torch.tensor([0, 0, 1, 2**31 - 1]), 2)
+    counted.assert_not_called()
 
 
 # Refusals.
