@@ -45,7 +45,8 @@ REPLACED = {
 }
 # Uses of such words by the field and by Python.
 _FIELD = re.compile(
-    r"in[ _-]?flight|multi-turn|end_turn|thinking_turns|draft-0|\.tell\(\)", re.IGNORECASE
+    r"in[ _-]?flight|multi-turn|end_turn|end_of_turn|thinking_turns|draft-0|\.tell\(\)",
+    re.IGNORECASE,
 )
 _CASE_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NO_LETTER = re.compile(r"[^A-Za-z\n]+")

@@ -1,11 +1,13 @@
 """GGUF files as models of a local stack."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from quire import Client, SamplingParams
+from quire.launcher import gguf_model
 from quire.launcher.errors import LaunchError
 from quire.launcher.gguf_model import model_folder
 from quire.launcher.stack import LocalStack
@@ -26,6 +28,28 @@ def test_a_file_that_is_not_there(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(LaunchError, match=r"nothing\.gguf: No such file"):
         model_folder(str(tmp_path / "nothing.gguf"))
     assert not cache.exists()
+
+
+def test_another_converter_makes_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converter = tmp_path / "worker_svc" / "model" / "quantized"
+    shutil.copytree(gguf_model._modules(), converter)
+    assert (converter / "gguf_folder.py").is_file()
+    monkeypatch.setattr(gguf_model, "_modules", lambda: converter)
+    monkeypatch.setattr(gguf_model, "_make", lambda file, folder: folder.mkdir(parents=True))
+    file = tmp_path / "model.gguf"
+    file.touch()
+    folders = [model_folder(str(file))]
+    assert model_folder(str(file)) == folders[0]
+    with (converter / "gguf_config.py").open("a") as module:
+        module.write("# Changed.")
+    folders.append(model_folder(str(file)))
+    for package in ("quire", "transformers", "gguf"):
+        versions = {package: "99"}
+        monkeypatch.setattr(gguf_model, "version", lambda name, of=versions: of.get(name, "1"))
+        folders.append(model_folder(str(file)))
+    assert len(set(folders)) == 5
 
 
 @pytest.mark.slow

@@ -190,8 +190,8 @@ def _writer(config: Any, path: Path, metadata: Mapping[str, Any]) -> GGUFWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
     architecture = config.model_type.removesuffix("_text")
     writer = GGUFWriter(path, architecture)
-    _add_tokenizer(writer, config.vocab_size)
     own = {f"{architecture}.{key}": value for key, value in _own_metadata(config).items()}
+    own |= _tokenizer_metadata(config.vocab_size)
     for key, value in ({"general.name": "tiny"} | own | dict(metadata)).items():
         if isinstance(value, str):
             writer.add_string(key, value)
@@ -230,21 +230,26 @@ def _own_metadata(config: Any) -> dict[str, Any]:
     }
 
 
-def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
+def tokens_of(vocab_size: int) -> list[str]:
     """A byte-level BPE vocabulary without merges but `ab`."""
     letters = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256))]
     letters += [chr(256 + number) for number in range(256 - len(letters))]
     tokens = [*SPECIAL_TOKENS, *letters, "ab"]
-    tokens += [f"<unused{number}>" for number in range(vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * 3 + [1] * 257 + [5] * (vocab_size - 260))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    writer.add_chat_template("{{ messages[0].content }}")
+    return tokens + [f"<unused{number}>" for number in range(vocab_size - len(tokens))]
+
+
+def _tokenizer_metadata(vocab_size: int) -> dict[str, Any]:
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens_of(vocab_size),
+        "tokenizer.ggml.token_type": [3] * 3 + [1] * 257 + [5] * (vocab_size - 260),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
 
 
 def _gguf_name(name: str, names: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, random_network
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -26,6 +27,20 @@ def saved(config: PretrainedConfig, folder: Path) -> Path:
     """With random biases and norms."""
     random_network(config).save_pretrained(folder)
     return folder
+
+
+def with_computed(model: Path) -> Path:
+    """Add the constants that older checkpoints of Llama and GPT-2 have for each layer."""
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name in list(tensors):
+        if name.endswith("self_attn.q_proj.weight"):
+            tensors[name.replace("q_proj.weight", "rotary_emb.inv_freq")] = torch.ones(4)
+        elif name.endswith("attn.c_attn.weight"):
+            tensors[name.replace("c_attn.weight", "bias")] = torch.ones(1, 1, 8, 8).tril()
+            tensors[name.replace("c_attn.weight", "masked_bias")] = torch.tensor(-1e4)
+    save_file(tensors, file, {"format": "pt"})
+    return model
 
 
 def prepared(model: Path, group: RankGroup | None = None, **changes: Any) -> PreparedModel:

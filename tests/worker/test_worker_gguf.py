@@ -128,6 +128,59 @@ def test_the_folder_of_a_file(tmp_path: Path) -> None:
     assert model.dtype == torch.bfloat16
 
 
+def ends_of(family: str, folder: Path, last: tuple[str, ...], **ids: int | None) -> tuple[int, ...]:
+    """Where generation ends by the gateway, for a file with these last tokens and ids."""
+    config = getattr(models, family)()
+    tokens = [*models.tokens_of(config.vocab_size)[: -len(last) or None], *last]
+    own = {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()}
+    metadata = {"tokenizer.ggml.tokens": tokens} | own
+    make_folder(models.write_gguf(config, folder, lambda name: "F32", metadata), folder / "served")
+    return load_files(str(folder / "served"), None).eos_token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_generation_ends_at_the_ids_of_the_file(family: str, tmp_path: Path) -> None:
+    ids = {"bos": 4, "eos": 7, "eot": 9, "eom": 8}
+    assert ends_of(family, tmp_path, (), **ids) == (7, 9, 8)
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (4, [7, 9, 8])
+
+
+@pytest.mark.parametrize(
+    ("family", "token"),
+    [
+        *(("llama", token) for token in ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")),
+        *(("qwen2", token) for token in ("<|im_end|>", "<|endoftext|>")),
+        *(("gemma2", "<end_of_turn>"), ("gemma3", "<end_of_turn>"), ("phi3", "<|end|>")),
+    ],
+)
+def test_generation_ends_at_known_tokens_of_the_vocabulary(
+    family: str, token: str, tmp_path: Path
+) -> None:
+    assert ends_of(family, tmp_path / "message", ("x", token), eos=7) == (7, 287)
+    assert ends_of(family, tmp_path / "text", ("x", token), eos=287) == (287,)
+
+
+def test_ends_that_a_file_does_not_have(tmp_path: Path) -> None:
+    assert ends_of("llama", tmp_path / "none", (), eos=None, bos=None) == ()
+    assert ends_of("llama", tmp_path / "message", ("<|eot_id|>",), eos=None) == (287,)
+    assert ends_of("llama", tmp_path / "other", (), eos=7, eot=288, eom=2**32 - 1) == (7,)
+
+
+def test_a_vocabulary_of_sentencepiece_has_llama_cpps_ids(tmp_path: Path) -> None:
+    tokens = [*models.SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab"]
+    tokens += [f"<unused{number}>" for number in range(288 - len(tokens))]
+    own = {
+        **{"model": "llama", "tokens": tokens, "scores": [0.0] * 288},
+        **dict.fromkeys(("pre", "merges", "token_type", "bos_token_id", "eos_token_id")),
+    }
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+    file = models.write_gguf(models.phi3(), tmp_path, lambda name: "F32", metadata)
+    make_folder(file, tmp_path / "served")
+    config = json.loads((tmp_path / "served" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -193,6 +246,33 @@ def test_a_config_of_another_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     with pytest.raises(ModelError, match=r"LlamaForCausalLM has no tensor blk\.1\."):
         load(folder)
+
+
+def test_a_link_to_another_file_is_replaced(tmp_path: Path) -> None:
+    old, new = (
+        models.write_gguf(models.llama(), tmp_path / name, lambda name: "Q8_0") for name in "ab"
+    )
+    link = tmp_path / "served" / "model.gguf"
+    for file in (old, new):
+        make_folder(file, link.parent)
+        assert link.samefile(file)
+    new.rename(tmp_path / "b" / "moved")
+    make_folder(old, link.parent)
+    assert link.samefile(old)
+
+
+def test_a_file_in_the_place_of_the_link_is_kept(tmp_path: Path) -> None:
+    file = models.write_gguf(models.llama(), tmp_path, lambda name: "Q8_0")
+    other = tmp_path / "served" / "model.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"other")
+    with pytest.raises(ModelError, match=r"served: cannot be written: model\.gguf is another file"):
+        make_folder(file, other.parent)
+    assert other.read_bytes() == b"other"
+    assert list(other.parent.iterdir()) == [other]
+    # A file beside its own config.
+    make_folder(file, tmp_path)
+    assert not file.is_symlink()
 
 
 def test_a_folder_has_one_file(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copyfile, copytree
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from triton_devices import DEVICES
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from kernels.dispatch import Implementation
+from worker_svc.model import loading
 from worker_svc.model.checkpoint import ModelError, weights_files
 from worker_svc.model.loading import LoadedModel, load_model
 from worker_svc.model.quantized import formats
@@ -178,6 +180,16 @@ def test_orders_of_groups() -> None:
     for wrong in ([0, 0, 0, 1], [0, 0, -1, 1], [0, 0, 2, 2]):
         with pytest.raises(ModelError, match="layer: act-order"):
             permutation_of("layer", torch.tensor(wrong), 2)
+
+
+def test_a_group_beyond_all_is_refused_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counts of all groups below it would take gigabytes."""
+    counted = Mock()
+    monkeypatch.setattr(Tensor, "bincount", counted)
+    monkeypatch.setattr(torch, "bincount", counted)
+    with pytest.raises(ModelError, match="layer: act-order with groups of other sizes than 2"):
+        permutation_of("layer", torch.tensor([0, 0, 1, 2**31 - 1]), 2)
+    counted.assert_not_called()
 
 
 # Refusals.
@@ -352,6 +364,27 @@ def test_a_layer_that_the_model_does_not_have(write: Write) -> None:
 
     rewrite(folder, add)
     with pytest.raises(ModelError, match=r"no linear layer for .* model.layers.7.mlp.up_proj"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "awq", "w4a16"])
+def test_experts_in_one_tensor_are_refused_before_a_network_is_loaded(
+    name: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(name)
+    layer = "model.layers.0.block_sparse_moe.experts.0.w1"
+
+    def add(state: dict[str, Tensor]) -> None:
+        for tensor in [tensor for tensor in state if tensor.startswith(f"{_LAYER}.")]:
+            state[tensor.replace(_LAYER, layer)] = state[tensor].clone()
+
+    rewrite(folder, add)
+    config = json.loads((folder / "config.json").read_text())
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps({**config, **mixture}))
+    monkeypatch.setattr(loading, "load_network", lambda *_, **options: pytest.fail("is loaded"))
+    words = rf"MixtralForCausalLM has no linear layer for the quantised weight of {layer}"
+    with pytest.raises(ModelError, match=words):
         load(folder)
 
 

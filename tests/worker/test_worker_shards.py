@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_threads import rank_threads
 from safetensors.torch import load_file
-from shard_models import NUM_TOKENS, logits_of, prepared, saved
+from shard_models import NUM_TOKENS, logits_of, prepared, saved, with_computed
 from tiny_models import FAMILIES, MIXTURES, SMALL, VOCAB_SIZE
 from torch import Tensor
 from transformers import AutoConfig, CohereConfig, LlamaConfig
@@ -76,6 +76,13 @@ def test_variants_of_a_family_are_split(tmp_path: Path, changes: dict[str, Any])
     for name, value in changes.items():
         setattr(config, name, value)
     model = saved(config, tmp_path)
+    expected, found = logits_of(prepared(model)), logits_of_ranks(model, 2)
+    assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_constants_of_older_checkpoints_are_ignored(tmp_path: Path, name: str) -> None:
+    model = with_computed(saved(_MODELS[name](), tmp_path))
     expected, found = logits_of(prepared(model)), logits_of_ranks(model, 2)
     assert (found - expected).abs().max() < _TOLERANCE * expected.abs().max()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_threads import rank_threads
 from safetensors.torch import load_file
-from shard_models import logits_of, prepared, saved
+from shard_models import logits_of, prepared, saved, with_computed
 from tiny_models import FAMILIES, MIXTURES, VOCAB_SIZE
 from torch import Tensor
 from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
@@ -52,6 +52,12 @@ def test_stages_give_what_the_model_gives(model: Path) -> None:
     expected = logits_of(prepared(model))
     for num_ranks in (2, 4):
         check_close(logits_of_stages(model, num_ranks, 2), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_constants_of_older_checkpoints_are_ignored(tmp_path: Path, name: str) -> None:
+    model = with_computed(saved(_MODELS[name](), tmp_path))
+    check_close(logits_of_stages(model, 2, 2), logits_of(prepared(model)))
 
 
 def test_a_stage_between_others(tmp_path: Path) -> None:

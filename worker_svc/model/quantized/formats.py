@@ -15,7 +15,11 @@ from worker_svc.model.quantized.checkpoint_tensors import (
 )
 from worker_svc.model.quantized.config_fields import as_object
 from worker_svc.model.quantized.gguf_file import GgufFile, find_tensors
-from worker_svc.model.quantized.layer_classes import LayerClasses, layer_classes
+from worker_svc.model.quantized.layer_classes import (
+    LayerClasses,
+    layer_classes,
+    refuse_joined_experts,
+)
 
 _COMPRESSED_TENSORS: Final = "compressed-tensors"
 _READERS: Final = {
@@ -60,6 +64,7 @@ def open_checkpoint(
         is_compressed = quantization["quant_method"] == _COMPRESSED_TENSORS
         classes = layer_classes(network_class, config) if is_compressed else LayerClasses()
         quantized = find_weights(quantization, tensors, classes)
+        refuse_joined_experts(quantized, network_class, config)
     elsewhere = {name for weight in quantized.values() for name in weight.names}
     plain = {name: tensors.slice(name) for name in sorted(tensors.names - elsewhere)}
     return StoredModel(plain, quantized)

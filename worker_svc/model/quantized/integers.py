@@ -56,8 +56,10 @@ def permutation_of(layer: str, groups: Tensor, group_size: int) -> Tensor | None
     groups = groups.long()
     if not bool(groups.any()):
         return None
-    sizes = torch.bincount(groups.clamp(min=0), minlength=len(groups) // group_size)
-    if not bool((sizes == group_size).all()) or bool((groups < 0).any()):
+    num_groups = len(groups) // group_size
+    # bincount allocates memory up to the largest value.
+    in_range = bool(((groups >= 0) & (groups < num_groups)).all())
+    if not in_range or bool((groups.bincount(minlength=num_groups) != group_size).any()):
         raise ModelError(f"{layer}: act-order with groups of other sizes than {group_size}")
     if bool((groups.diff() >= 0).all()):
         return None

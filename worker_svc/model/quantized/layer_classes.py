@@ -1,6 +1,7 @@
 """The classes of a network's layers, before it is loaded."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import nn
 from worker_svc.model.checkpoint import ModelError
 
 _LINEAR: Final = ("Linear", "Module")
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -46,3 +48,18 @@ def layer_classes(network_class: Any, config: Any) -> LayerClasses:
             if isinstance(module, nn.Linear | nn.Embedding)
         }
     )
+
+
+def refuse_joined_experts(layers: Iterable[str], network_class: Any, config: Any) -> None:
+    """ModelError if a layer of the checkpoint is an expert's, and the network has the weights of
+    all experts in one tensor. transformers would allocate that before it is known to be missing."""
+    layer = next((layer for layer in layers if _EXPERT.search(layer)), None)
+    if layer is None:
+        return
+    if not any(_EXPERT.search(name) for name in layer_classes(network_class, config).by_layer):
+        raise missing_layer(network_class, layer)
+
+
+def missing_layer(network_class: Any, layer: str) -> ModelError:
+    name = network_class.__name__
+    return ModelError(f"{name} has no linear layer for the quantised weight of {layer}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
+from worker_svc.model.quantized.layer_classes import missing_layer
 from worker_svc.model.quantized.sources import WeightSources
 
 
@@ -108,6 +109,5 @@ def _sources(
             sources[module] = quantized[layer].read
             placed.add(layer)
     if unplaced := sorted(quantized.keys() - placed):
-        name = type(network).__name__
-        raise ModelError(f"{name} has no linear layer for the quantised weight of {unplaced[0]}")
+        raise missing_layer(type(network), unplaced[0])
     return sources

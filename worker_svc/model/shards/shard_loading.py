@@ -18,7 +18,7 @@ from worker_svc.model.shards.narrowing import (
 )
 from worker_svc.model.shards.quantized_parts import part_of_weight, stand_in_weight
 from worker_svc.model.shards.shard import Shard
-from worker_svc.model.shards.splits import part_of, rule_of
+from worker_svc.model.shards.splits import is_computed, part_of, rule_of
 from worker_svc.model.stages.narrowing import (
     STAND_IN_TOKENS,
     Source,
@@ -105,6 +105,7 @@ def read_parts(
 
 def _sources(stored: StoredModel, stage: Stage | None, layers: range | None) -> dict[str, Source]:
     """By the names in the network."""
+    names = sorted(name for name in stored.names if not is_computed(name))
     if stage is None or layers is None:
-        return {name: Source(name) for name in sorted(stored.names)}
-    return stage_tensors(stored.names, stage, layers)
+        return {name: Source(name) for name in names}
+    return stage_tensors(names, stage, layers)

@@ -96,6 +96,14 @@ OF_TYPES: Final[Mapping[str, Rules]] = {
     "qwen3_moe": QWEN3_MOE,
 }
 
+# Constants that older checkpoints have as tensors. transformers computes them, and ignores these.
+_COMPUTED: Final = re.compile(r"(?:.*\.)?(?:rotary_emb\.inv_freq|h\.\d+\.attn\.(?:masked_)?bias)")
+
+
+def is_computed(name: str) -> bool:
+    """Whether the network has no such tensor, although checkpoints may have."""
+    return _COMPUTED.fullmatch(name) is not None
+
 
 def rule_of(name: str, rules: Rules) -> Rule:
     """ModelError if no rule has this name."""
