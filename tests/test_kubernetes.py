@@ -1,7 +1,11 @@
 """The manifests for Kubernetes as they are written, without the tools that render them."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ import yaml
 from jsonschema import Draft7Validator
 from kubernetes_checks import CHECKS, SETTINGS, Check, container_of, pod_templates, variables_of
 from kubernetes_manifests import CHART, KUBERNETES, ROOT
+from redis_groups import Server
 
+from benchmarks.redis_cluster import wait_until
+from quire.launcher.redis import find_redis_server
 from worker_svc.ranks.rendezvous import VARIABLES
 
 DEPLOY = ROOT / "deploy"
@@ -162,6 +169,69 @@ def test_redis_is_that_of_compose() -> None:
     template = (CHART / "templates" / "redis.yaml").read_text()
     for line in script.splitlines():
         assert line in template.replace("{{ $values.maxmemory }}", "1gb")
+
+
+Probe = Callable[[str], int]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.do("CONFIG", "SET", "requirepass", "old")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def probe(redis: Server, tmp_path: Path) -> Probe:
+    """Run a probe of Redis' pod against `redis`, and return its status: 124 after a second. The
+    password's file has the one that Redis was started with."""
+    client = find_redis_server().with_name("redis-cli")
+    if not client.exists():
+        pytest.skip("redis-cli is not installed")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "redis-cli").write_text(f'#!/bin/sh\nexec {client} -p {redis.port} "$@"\n')
+    (programs / "redis-cli").chmod(0o755)
+    (tmp_path / "password").write_text("old\n")
+    [pod] = [pod for pod in pod_templates(OBJECTS) if container_of(pod)["name"] == "redis"]
+
+    def run(kind: str) -> int:
+        *shell, script = container_of(pod)[f"{kind}Probe"]["exec"]["command"]
+        script = script.replace("/run/secrets/redis/password", str(tmp_path / "password"))
+        env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+        return subprocess.run(["timeout", "1", *shell, script], env=env).returncode
+
+    return run
+
+
+def test_redis_is_not_restarted_because_its_password_has_changed(
+    probe: Probe, tmp_path: Path
+) -> None:
+    assert (probe("liveness"), probe("readiness")) == (0, 0)
+    (tmp_path / "password").write_text("new\n")
+    assert probe("liveness") == 0
+    assert probe("readiness") != 0
+
+
+def test_redis_is_not_restarted_because_it_cannot_write(
+    redis: Server, probe: Probe, tmp_path: Path
+) -> None:
+    # A snapshot fails without its folder, as on a full disk, and then Redis refuses writes.
+    redis.do("CONFIG", "SET", "save", "3600 1")
+    (tmp_path / str(redis.port)).rename(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    redis.do("BGSAVE")
+    wait_until(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "err", "an error")
+    assert probe("liveness") == 0
+    assert probe("readiness") != 0
+
+
+def test_a_redis_that_hangs_or_has_ended_is_restarted(redis: Server, probe: Probe) -> None:
+    redis.suspend()
+    assert probe("liveness") == 124
+    redis.kill()
+    assert probe("liveness") == 1
 
 
 def test_all_ranks_run_the_same_and_the_first_serves() -> None:
