@@ -113,6 +113,23 @@ def test_queries_are_of_metrics_that_exist() -> None:
     assert all(f'"{name}"' in collector for name in names)
 
 
+def test_queries_for_the_number_of_workers_are_those_that_promtool_tests() -> None:
+    [scaled] = load(KUBERNETES / "components" / "keda" / "scaledobject.yaml")
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    rules = yaml.safe_load((DEPLOY / "observability" / "rules_test.yml").read_text())
+    checks = [check for test in rules["tests"] for check in test.get("promql_expr_test", [])]
+    assert set(queries) <= {check["expr"] for check in checks}
+    template = (CHART / "templates" / "scaledobject.yaml").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]
+    for name, value in {
+        "$labels": '{namespace="quire"}',
+        "int .waitingTokens": values["waitingTokens"],
+        ".sequences": values["sequences"],
+    }.items():
+        template = template.replace(f"{{{{ {name} }}}}", str(value))
+    assert all(query in " ".join(template.split()) for query in queries)
+
+
 def test_probes_ask_for_checks_that_exist() -> None:
     assert '_REDIS, _LEAD, _WORKER = "redis",' in (ROOT / "scheduler_svc/server.py").read_text()
 
