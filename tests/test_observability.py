@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "deploy" / "observability"
 RULE_FILES = sorted((FILES / "rules").glob("*.yml"))
 DASHBOARDS = sorted((FILES / "grafana" / "dashboards").glob("*.json"))
-# Prometheus adds these to every series that it scrapes.
-TARGET_LABELS = {"job", "instance"}
+# Prometheus adds these to every series that it scrapes, the last one on Kubernetes.
+TARGET_LABELS = {"job", "instance", "namespace"}
 
 Series = dict[str, set[str]]
 
@@ -147,6 +147,23 @@ def result_labels(node: Any, series: Series) -> set[str]:
         case promql_parser.NumberLiteral():
             return set()
     raise AssertionError(f"unknown node: {node}")
+
+
+def aggregations(node: Any) -> Iterator[Any]:
+    """Those of a query, wherever they are in it."""
+    if isinstance(node, promql_parser.AggregateExpr):
+        yield node
+    inner = [getattr(node, name, None) for name in ("expr", "lhs", "rhs")]
+    for one in (*filter(None, inner), *getattr(node, "args", ())):
+        yield from aggregations(one)
+
+
+def test_rules_do_not_mix_the_installations_of_a_prometheus() -> None:
+    for rule in rules():
+        assert "namespace" in labels_of(rule["expr"], known()), rule
+        for aggregation in aggregations(promql_parser.parse(rule["expr"])):
+            assert aggregation.modifier is not None, aggregation.prettify()
+            assert "namespace" in aggregation.modifier.labels, aggregation.prettify()
 
 
 def targets(dashboard: Path) -> Iterator[tuple[str, str]]:
