@@ -27,6 +27,7 @@ from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.step_histograms import StepHistograms
+from scheduler_svc.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "deploy" / "observability"
@@ -164,6 +165,21 @@ def test_rules_do_not_mix_the_installations_of_a_prometheus() -> None:
         for aggregation in aggregations(promql_parser.parse(rule["expr"])):
             assert aggregation.modifier is not None, aggregation.prettify()
             assert "namespace" in aggregation.modifier.labels, aggregation.prettify()
+
+
+def test_a_stuck_worker_raises_its_alert_before_its_series_end() -> None:
+    alert = alerts()["QuireWorkerStuck"]
+    [seconds] = re.findall(r"offset (\d+)s$", alert["expr"])
+    assert "for" not in alert
+    groups = [group for file in RULE_FILES for group in yaml.safe_load(file.read_text())["groups"]]
+    [interval] = [group.get("interval") for group in groups if alert in group["rules"]]
+    monitor = FILES.parent / "kubernetes" / "components" / "monitoring" / "podmonitor.yaml"
+    [endpoint] = yaml.safe_load(monitor.read_text())["spec"]["podMetricsEndpoints"]
+    # The first scrape after the last step, and the first evaluation after that.
+    longest_s = int(seconds) + sum(
+        int(one.removesuffix("s")) for one in (endpoint["interval"], interval)
+    )
+    assert longest_s < SchedulerSettings.model_fields["step_timeout_s"].default
 
 
 def targets(dashboard: Path) -> Iterator[tuple[str, str]]:
