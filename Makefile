@@ -101,6 +101,8 @@ TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
 # Exits with 3 if there is no GPU, and with another status if torch is broken.
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+# Of the compose file: without them `down` leaves their containers running.
+PROFILES := observability ranks
 CHOOSE_IMAGES := scripts/choose-images.sh
 PRINT_UNHEALTHY_LOGS = COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh
 
@@ -251,7 +253,7 @@ scale: ## Have WORKERS workers in containers, such as `make scale WORKERS=3`.
 	$(COMPOSE) up --detach --no-recreate --scale worker=$(WORKERS) $(UP_ARGS)
 
 down: ## Stop the containers and remove them with their networks and volumes.
-	$(COMPOSE) down --volumes --remove-orphans
+	$(COMPOSE) $(PROFILES:%=--profile %) down --volumes --remove-orphans
 
 test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	@docker info >/dev/null 2>&1 \

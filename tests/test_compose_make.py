@@ -1,4 +1,4 @@
-"""`make up`, and a command of the documentation, with scripts in place of Docker and Compose."""
+"""`make up`, `make down`, and commands of the documentation, with scripts in place of Docker."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 # Compose writes down its arguments and the version of torch that it is given.
@@ -30,9 +31,15 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make_up(checkout: Path, *variables: str, failing: str = "") -> subprocess.CompletedProcess[str]:
+    return make(checkout, "up", *variables, failing=failing)
+
+
+def make(
+    checkout: Path, target: str, *variables: str, failing: str = ""
+) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "TORCH"}
     return subprocess.run(
-        ["make", "--silent", "up", "COMPOSE=./compose", *variables],
+        ["make", "--silent", target, "COMPOSE=./compose", *variables],
         cwd=checkout,
         env={**inherited, "FAILING": failing},
         capture_output=True,
@@ -68,6 +75,15 @@ def test_the_logs_are_printed_if_the_service_does_not_start(checkout: Path, fail
     made = make_up(checkout, "UP_TIMEOUT_S=1", failing=failing)
     assert made.returncode == 2
     assert "the logs" in made.stdout.splitlines()
+
+
+def test_down_removes_the_containers_of_all_profiles(checkout: Path) -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"].values()
+    profiles = sorted({name for service in services for name in service.get("profiles", [])})
+    assert make(checkout, "down").returncode == 0
+    [call] = calls(checkout)
+    options = " ".join(f"--profile {name}" for name in profiles)
+    assert call.endswith(f": {options} down --volumes --remove-orphans")
 
 
 # A container is healthy when it is asked about for the third time.
