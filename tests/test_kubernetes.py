@@ -105,6 +105,28 @@ def test_variables_of_tls_are_those_of_compose() -> None:
     assert set(re.findall(pattern, templates)) == expected
 
 
+def test_traces_have_the_same_variables_in_the_component_and_in_the_chart() -> None:
+    """Those of the services that export traces, to which a policy applies."""
+    pattern = r"QUIRE_([A-Z]+)_OTLP_TRACES_ENDPOINT"
+    component = KUBERNETES / "components" / "tracing"
+    services = re.findall(pattern, (component / "kustomization.yaml").read_text())
+    templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+    assert sorted(re.findall(pattern, templates)) == services
+    tracing = {
+        name for name, kind in SETTINGS.items() if "otlp_traces_endpoint" in kind.model_fields
+    }
+    assert {name.lower() for name in services} == tracing
+    [policy] = load(component / "network.yaml")
+    [expression] = policy["spec"]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == tracing
+    [rule] = policy["spec"]["egress"]
+    endpoint = re.findall(r"value: (http\S+)", (component / "kustomization.yaml").read_text())
+    [namespace] = [peer["namespaceSelector"]["matchLabels"] for peer in rule["to"]]
+    [port] = [port["port"] for port in rule["ports"]]
+    address = f"http://otel-collector.{namespace['kubernetes.io/metadata.name']}:{port}"
+    assert endpoint == [address] * len(services)
+
+
 def test_queries_are_of_metrics_that_exist() -> None:
     collector = (ROOT / "scheduler_svc" / "operations" / "collector.py").read_text()
     files = [*KUBERNETES.rglob("*.yaml"), *(CHART / "templates").iterdir()]
