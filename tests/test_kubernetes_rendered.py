@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from kubernetes_checks import CHECKS, container_of, pod_templates
+from kubernetes_checks import CHECKS, container_of, pod_templates, variables_of
 from kubernetes_manifests import (
     CHART,
     HELM,
@@ -44,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "tolerations": [{"key": "a", "operator": "Exists"}],
         },
         "redis": {"storageClassName": "fast"},
+        "tracing": {"endpoint": "https://traces.example.com:4000", "port": 4000},
         "model": {"path": "/models/a"},
     },
 }
@@ -59,6 +60,10 @@ pytestmark = [
 
 def is_service(item: Object, name: str) -> bool:
     return bool(item["kind"] == "Service" and item["metadata"]["name"] == name)
+
+
+def namespace(name: str) -> Object:
+    return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def example(name: str) -> Path:
@@ -174,6 +179,44 @@ def test_schedulers_may_reach_the_ports_in_the_url_of_redis(url: str, ports: lis
     [policy] = [item for item in objects if item["metadata"]["name"] == "quire-scheduler-redis"]
     [rule] = policy["spec"]["egress"]
     assert [entry["port"] for entry in rule["ports"]] == ports
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint", "rule"),
+    [
+        *(
+            (
+                f"{renderer}-fleet",
+                "http://otel-collector.observability:4317",
+                {"to": [namespace("observability")], "ports": [{"protocol": "TCP", "port": 4317}]},
+            )
+            for renderer in ("kustomize", "helm")
+        ),
+        (
+            "helm-details",
+            "https://traces.example.com:4000",
+            {"ports": [{"protocol": "TCP", "port": 4000}]},
+        ),
+    ],
+)
+def test_gateways_and_schedulers_reach_the_receiver_of_traces(
+    name: str, endpoint: str, rule: Object
+) -> None:
+    containers = {c["name"]: c for c in map(container_of, pod_templates(rendered(name)))}
+    for service in ("gateway", "scheduler"):
+        variables = variables_of(containers[service])
+        assert variables[f"QUIRE_{service.upper()}_OTLP_TRACES_ENDPOINT"] == endpoint
+    [policy] = [item for item in rendered(name) if item["metadata"]["name"] == "quire-tracing"]
+    assert policy["spec"]["egress"] == [rule]
+    [expression] = policy["spec"]["podSelector"]["matchExpressions"]
+    assert expression["values"] == ["gateway", "scheduler"]
+
+
+def test_there_are_no_traces_by_default() -> None:
+    objects = rendered("helm-try")
+    assert "quire-tracing" not in {item["metadata"]["name"] for item in objects}
+    names = {name for pod in pod_templates(objects) for name in variables_of(container_of(pod))}
+    assert not [name for name in names if "OTLP" in name]
 
 
 def test_any_name_of_a_release_gives_names_of_services_and_labels() -> None:

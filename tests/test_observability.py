@@ -27,13 +27,14 @@ from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
 from scheduler_svc.operations.step_histograms import StepHistograms
+from scheduler_svc.settings import SchedulerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "deploy" / "observability"
 RULE_FILES = sorted((FILES / "rules").glob("*.yml"))
 DASHBOARDS = sorted((FILES / "grafana" / "dashboards").glob("*.json"))
-# Prometheus adds these to every series that it scrapes.
-TARGET_LABELS = {"job", "instance"}
+# Prometheus adds these to every series that it scrapes, the last one on Kubernetes.
+TARGET_LABELS = {"job", "instance", "namespace"}
 
 Series = dict[str, set[str]]
 
@@ -147,6 +148,38 @@ def result_labels(node: Any, series: Series) -> set[str]:
         case promql_parser.NumberLiteral():
             return set()
     raise AssertionError(f"unknown node: {node}")
+
+
+def aggregations(node: Any) -> Iterator[Any]:
+    """Those of a query, wherever they are in it."""
+    if isinstance(node, promql_parser.AggregateExpr):
+        yield node
+    inner = [getattr(node, name, None) for name in ("expr", "lhs", "rhs")]
+    for one in (*filter(None, inner), *getattr(node, "args", ())):
+        yield from aggregations(one)
+
+
+def test_rules_do_not_mix_the_installations_of_a_prometheus() -> None:
+    for rule in rules():
+        assert "namespace" in labels_of(rule["expr"], known()), rule
+        for aggregation in aggregations(promql_parser.parse(rule["expr"])):
+            assert aggregation.modifier is not None, aggregation.prettify()
+            assert "namespace" in aggregation.modifier.labels, aggregation.prettify()
+
+
+def test_a_stuck_worker_raises_its_alert_before_its_series_end() -> None:
+    alert = alerts()["QuireWorkerStuck"]
+    [seconds] = re.findall(r"offset (\d+)s$", alert["expr"])
+    assert "for" not in alert
+    groups = [group for file in RULE_FILES for group in yaml.safe_load(file.read_text())["groups"]]
+    [interval] = [group.get("interval") for group in groups if alert in group["rules"]]
+    monitor = FILES.parent / "kubernetes" / "components" / "monitoring" / "podmonitor.yaml"
+    [endpoint] = yaml.safe_load(monitor.read_text())["spec"]["podMetricsEndpoints"]
+    # The first scrape after the last step, and the first evaluation after that.
+    longest_s = int(seconds) + sum(
+        int(one.removesuffix("s")) for one in (endpoint["interval"], interval)
+    )
+    assert longest_s < SchedulerSettings.model_fields["step_timeout_s"].default
 
 
 def targets(dashboard: Path) -> Iterator[tuple[str, str]]:
