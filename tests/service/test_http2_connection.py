@@ -56,6 +56,13 @@ _OPEN = frames.PREFACE + frames.pack_settings({})
     ("received", "reason"),
     [
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
+        # Decoding a number of unlimited length would take quadratic time.
+        (
+            frames.pack_frame(
+                frames.HEADERS, frames.END_HEADERS, 1, b"\x3f" + b"\x80" * 20 + b"\0"
+            ),
+            "headers",
+        ),
         (
             frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**16))
             + frames.pack_frame(frames.CONTINUATION, 0, 1, bytes(2**16)) * 3
