@@ -139,6 +139,17 @@ async def test_a_refusal_repeats_little_of_a_long_path(peer: Peer) -> None:
     assert peer.fields(status)["grpc-status"] == "12"
 
 
+async def test_a_malformed_block_of_headers_is_not_logged(peer: Peer, capsys) -> None:
+    """It may have an API key."""
+    block = b"\xff" * 10 + b"Bearer secret" * 1000
+    peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+    assert peer.transport.is_closed
+    line = capsys.readouterr().out
+    assert "HPACKDecodingError" in line
+    assert "secret" not in line
+    assert len(line) < 300
+
+
 async def test_too_much_metadata_ends_its_call_alone(peer: Peer) -> None:
     peer.send(peer.headers(1), data(b"x"))
     peer.fields((await peer.received())[0])
