@@ -162,6 +162,18 @@ async def test_too_much_metadata_ends_its_call_alone(peer: Peer) -> None:
     assert [one.kind for one in await peer.received()] == [frames.DATA]
 
 
+async def test_too_many_fields_end_their_call_alone(peer: Peer) -> None:
+    """An indexed field takes a byte to send, and a hundred as long as the call."""
+    block = peer.headers(1, "/a.B/Hold")[frames.HEADER.size :]
+    for stream, num_fields in ((1, 256 - 5), (3, 256 - 4)):
+        fields = block + b"\x95" * num_fields
+        peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS, stream, fields))
+    status, reset = await peer.received()
+    assert (status.stream, peer.fields(status)["grpc-status"]) == (3, "8")
+    assert peer.fields(status)["grpc-message"] == "the metadata has 257 fields, more than 256"
+    assert reset.kind == frames.RST_STREAM
+
+
 @pytest.mark.parametrize("message", [b"", b"x"])
 async def test_small_messages_fill_the_window(peer: Peer, message: bytes) -> None:
     peer.send(peer.headers(path="/a.B/Hold"))

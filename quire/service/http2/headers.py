@@ -18,6 +18,8 @@ from quire.service.http2.frames import Frame, ProtocolError
 MAX_HEADERS_BYTES: Final = 2**16
 # Of a block as it is received, and as it is decoded, for which the connection is kept.
 _MAX_BLOCK_BYTES: Final = 2**18
+# An indexed field is one byte, and takes a hundred in memory as long as the call.
+_MAX_FIELDS: Final = 256
 # What a field counts besides its bytes.
 _FIELD_BYTES: Final = 32
 # Of a status message as it is sent: beyond 8 KiB of metadata, gRPC's clients refuse some responses.
@@ -48,6 +50,15 @@ class Headers(NamedTuple):
     # Nothing follows in the stream.
     ends_stream: bool
     num_bytes: int
+
+    @property
+    def excess(self) -> str | None:
+        """What is too much for a call; None if nothing is."""
+        if self.num_bytes > MAX_HEADERS_BYTES:
+            return f"the metadata has {self.num_bytes} bytes, more than {MAX_HEADERS_BYTES}"
+        if len(self.pairs) > _MAX_FIELDS:
+            return f"the metadata has {len(self.pairs)} fields, more than {_MAX_FIELDS}"
+        return None
 
 
 class HeaderBlocks:

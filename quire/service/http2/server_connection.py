@@ -15,7 +15,7 @@ from quire.service.http2.empty_frames import EmptyFrames
 from quire.service.http2.ended_connections import reset_calls
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.greeting import MAX_FRAME_BYTES
-from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
+from quire.service.http2.headers import HeaderBlocks, Headers
 from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
 from quire.service.http2.server_call import FindHandler, ServerCall
@@ -325,11 +325,8 @@ class ServerConnection(asyncio.Protocol):
         self._calls[number] = call
         if headers.ends_stream:
             call.receive_end()
-        if headers.num_bytes > MAX_HEADERS_BYTES:
-            call.fail(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"the metadata has {headers.num_bytes} bytes, more than {MAX_HEADERS_BYTES}",
-            )
+        if (excess := headers.excess) is not None:
+            call.fail(StatusCode.RESOURCE_EXHAUSTED, excess)
             return
         task = call.start(self._find_handler)
         self._tasks.add(task)
