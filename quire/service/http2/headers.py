@@ -16,8 +16,12 @@ from quire.service.http2.frames import Frame, ProtocolError
 
 # Of the headers of a call, counted as HTTP/2 does. Metadata of gRPC has 8 KiB at most by default.
 MAX_HEADERS_BYTES: Final = 2**16
-# Of a block as it is received, and as it is decoded, for which the connection is kept.
-_MAX_BLOCK_BYTES: Final = 2**18
+# Of a block as it is received, and as it is decoded, for which the connection is kept. It bounds
+# the time of decoding: hpack copies the rest of a block for each literal field.
+_MAX_BLOCK_BYTES: Final = 2**17
+# At the start of a block, which needs two (RFC 7541, section 4.2). Each is a number with a prefix
+# of five bits.
+_TOO_MANY_RESIZES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){5}")
 # An indexed field is one byte, and takes a hundred in memory as long as the call.
 _MAX_FIELDS: Final = 256
 # What a field counts besides its bytes.
@@ -96,8 +100,11 @@ class HeaderBlocks:
         if not frame.flags & frames.END_HEADERS:
             return None
         first, self._first = self._first, None
+        block = bytes(self._block)
+        if _TOO_MANY_RESIZES.match(block):
+            raise ProtocolError("headers: too many changes of the table's size")
         try:
-            decoded = self._decoder.decode(bytes(self._block), raw=True)
+            decoded = self._decoder.decode(block, raw=True)
         except HPACKError as error:
             # Its text may repeat the whole block, with API keys in it.
             raise ProtocolError(f"headers: {type(error).__name__}") from error
