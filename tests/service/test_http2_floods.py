@@ -11,6 +11,9 @@ import pytest
 from http2_peer import Peer, data
 
 from quire.service.http2 import frames
+from quire.service.http2.frames import Frame, FrameReader
+from quire.service.http2.headers import HeaderBlocks
+from quire.service.http2.incomplete import Incomplete
 from quire.service.http2.messages import PREFIX, pack_message
 from quire.service.http2.output import OutputStream
 from quire.service.http2.server_call import INITIAL_WINDOW
@@ -300,6 +303,51 @@ async def test_a_request_that_cannot_be_parsed(peer: Peer, capsys) -> None:
     assert peer.fields(refusal)["grpc-status"] == "13"
     assert "no message" in peer.fields(refusal)["grpc-message"]
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (frames.HEADER.pack(2**16 << 8 | frames.DATA, 0, 1), b"\0"),
+        # Each frame is complete, but not the block.
+        (
+            frames.pack_frame(frames.HEADERS, 0, 3),
+            frames.pack_frame(frames.CONTINUATION, 0, 3, b"\x86"),
+        ),
+    ],
+)
+async def test_a_frame_or_a_block_of_headers_that_does_not_end(
+    begun: bytes, more: bytes, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.incomplete._MAX_S", 0.05)
+    peer = Peer()
+    peer.send(frames.PREFACE, peer.headers(1, "/a.B/Hold"), begun)
+    while not peer.transport.is_closed:
+        peer.send(more)
+        await asyncio.sleep(0.001)
+    assert "takes too long" in capsys.readouterr().out
+    await peer.close()
+
+
+def test_each_frame_and_each_block_has_a_time_of_its_own() -> None:
+    reader, blocks = FrameReader(100), HeaderBlocks()
+    incomplete = Incomplete(reader, blocks)
+    frame = frames.pack_frame(frames.DATA, 0, 1, b"message")
+    # Within the header of a frame, and behind it.
+    for now_s, received in enumerate((frame[:5], frame[5:] + frame[:5], frame[5:] + frame[:12])):
+        reader.feed(received)
+        assert not incomplete.is_overdue(100 * now_s)
+        assert not incomplete.is_overdue(100 * now_s + 20)
+        assert incomplete.is_overdue(100 * now_s + 30)
+    reader.feed(frame[12:])
+    assert not incomplete.is_overdue(300)
+    for now_s in (400, 500):
+        blocks.feed(Frame(frames.HEADERS, 0, 1, b""))
+        assert not incomplete.is_overdue(now_s)
+        assert incomplete.is_overdue(now_s + 30)
+        blocks.feed(Frame(frames.CONTINUATION, frames.END_HEADERS, 1, b""))
+    assert not incomplete.is_overdue(600)
 
 
 async def test_a_preface_that_does_not_end(monkeypatch) -> None:

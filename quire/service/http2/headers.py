@@ -73,6 +73,7 @@ class HeaderBlocks:
         # The first frame of a block, and what has been received of it.
         self._first: Frame | None = None
         self._block = bytearray()
+        self.num_begun = 0
 
     @property
     def is_empty(self) -> bool:
@@ -92,6 +93,7 @@ class HeaderBlocks:
         """The headers that a frame completes. ProtocolError if they cannot be decoded."""
         if self._first is None:
             self._first = frame
+            self.num_begun += 1
             self._block = bytearray(frame.content)
         else:
             self._block += frame.payload
