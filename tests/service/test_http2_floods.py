@@ -118,6 +118,30 @@ async def test_too_many_frames_that_carry_nothing(peer: Peer, flood, monkeypatch
     assert (last.kind, last.payload[4:]) == (frames.GOAWAY, b"\0\0\0\x0b")
 
 
+async def test_settings_count_by_the_windows_that_they_may_change(
+    peer: Peer, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 100)
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._CALLS_PER_FRAME", 0.01)
+    # Nothing is forgotten meanwhile.
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_PER_S", 0)
+    peer.send(*(peer.headers(1 + 2 * number, "/a.B/Hold") for number in range(4)))
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 1}))
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2}))
+    assert not peer.transport.is_closed
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 3}))
+    assert "too many" in capsys.readouterr().out
+
+
+async def test_settings_that_change_no_window_touch_no_stream(peer: Peer, monkeypatch) -> None:
+    peer.send(peer.headers(1, "/a.B/Hold"))
+    raised: list[int] = []
+    monkeypatch.setattr(OutputStream, "raise_window", lambda stream, by: raised.append(by))
+    for size in (70_000, 70_000, 60_000):
+        peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: size}))
+    assert raised == [70_000 - frames.DEFAULT_WINDOW, -10_000]
+
+
 async def test_pings_at_the_permitted_rate(peer: Peer, monkeypatch) -> None:
     monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 2)
     monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_PER_S", 10**9)

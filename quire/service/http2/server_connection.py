@@ -70,7 +70,7 @@ class ServerConnection(asyncio.Protocol):
         self._is_closing = self._is_lost = self._has_greeted = False
         # Whether received frames wait for the next time slice.
         self._is_waiting = False
-        self._empty_frames = EmptyFrames(limits.max_calls)
+        self._empty_frames = EmptyFrames(limits.max_calls, self._calls)
         self._transport: asyncio.Transport
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
