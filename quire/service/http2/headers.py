@@ -102,7 +102,8 @@ class HeaderBlocks:
         if not frame.flags & frames.END_HEADERS:
             return None
         first, self._first = self._first, None
-        block = bytes(self._block)
+        # An idle connection keeps nothing.
+        block, self._block = bytes(self._block), bytearray()
         if _TOO_MANY_RESIZES.match(block):
             raise ProtocolError("headers: too many changes of the table's size")
         try:
