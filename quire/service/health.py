@@ -7,13 +7,13 @@ each gRPC service has the same status. A check's own name is UNKNOWN until the c
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.errors import abort, failed
+from quire.service.http2.accepting import share_of_files
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 
@@ -25,6 +25,10 @@ _EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 READY = "ready"
 # Of a connection at once. They need no API key, and cost memory and time at every change.
 _MAX_WATCHES = 100
+# Of the second address, which asks for no certificate and no key, and has few clients.
+_OWN_LIMITS: Final = Limits(2**14, max_calls=100, max_unread_bytes=2**20, max_waiting_calls=1000)
+_MAX_OWN_CONNECTIONS: Final = 256
+_OWN_SHARE_OF_FILES: Final = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # A value of ServingStatus.
@@ -119,7 +123,8 @@ class Health:
 
     async def listen(self, address: str) -> None:
         """Serve health alone, without TLS, at a second address. OSError if it cannot be bound."""
-        self._own_server = Server(Limits(PUBLIC_MESSAGE_BYTES))
+        max_connections = min(_MAX_OWN_CONNECTIONS, share_of_files(_OWN_SHARE_OF_FILES))
+        self._own_server = Server(_OWN_LIMITS, max_connections)
         health_pb2_grpc.add_HealthServicer_to_server(self.servicer, self._own_server)
         self._own_server.bind(address, None)
         await self._own_server.start()

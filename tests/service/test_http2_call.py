@@ -221,6 +221,38 @@ async def test_a_silent_peer_ends_the_call() -> None:
         assert str(await client.ended) == "UNAVAILABLE: the peer was silent for 0.1 s"
 
 
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_connection_of_a_silent_peer_ends_although_data_waits(loop_factory) -> None:
+    async def run() -> None:
+        window = frames.pack_window_update(0, 2**30) + frames.pack_window_update(1, 2**30)
+
+        async def stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(frames.pack_settings({}) + window)
+            writer.transport.pause_reading()
+            await is_lost.wait()
+            writer.transport.abort()
+
+        is_lost = asyncio.Event()
+        async with await asyncio.start_server(stop_reading, "127.0.0.1", 0) as server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            client = Client(address, KeepAlive(0.05, 0.05))
+            lost = client.call.connection_lost
+
+            def connection_lost(error: Exception | None) -> None:
+                lost(error)
+                is_lost.set()
+
+            client.call.connection_lost = connection_lost  # type: ignore[method-assign]
+            await connect(lambda: client.call, address, None)
+            client.call.send(bytes(2**25))
+            assert (await client.ended).code is StatusCode.UNAVAILABLE
+            async with asyncio.timeout(5):
+                await is_lost.wait()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+
+
 async def test_a_peer_that_responds_to_pings_is_not_silent() -> None:
     writers: list[asyncio.StreamWriter] = []
     num_pings = 0
@@ -322,6 +354,9 @@ class Transport(asyncio.WriteTransport):
         self.written += data
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
 

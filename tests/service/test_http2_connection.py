@@ -56,11 +56,27 @@ _OPEN = frames.PREFACE + frames.pack_settings({})
     ("received", "reason"),
     [
         (frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff"), "headers"),
+        # Decoding a number of unlimited length would take quadratic time.
+        (
+            frames.pack_frame(
+                frames.HEADERS, frames.END_HEADERS, 1, b"\x3f" + b"\x80" * 20 + b"\0"
+            ),
+            "headers",
+        ),
         (
             frames.pack_frame(frames.HEADERS, 0, 1, bytes(2**16))
-            + frames.pack_frame(frames.CONTINUATION, 0, 1, bytes(2**16)) * 3
+            + frames.pack_frame(frames.CONTINUATION, 0, 1, bytes(2**16))
             + frames.pack_frame(frames.CONTINUATION, 0, 1, b"x"),
             "too large",
+        ),
+        # An indexed field, which counts 35 bytes.
+        (
+            frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x95" * (2**17 // 35 + 1)),
+            "OversizedHeaderListError",
+        ),
+        (
+            frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x20\x3f\xe1\x1f" * 3),
+            "too many changes",
         ),
         (frames.pack_frame(frames.HEADERS, 0, 1) + frames.pack_frame(6, 0, 0), "incomplete"),
         (
@@ -303,6 +319,13 @@ async def test_headers_name_the_least_and_the_last_size_of_the_table(
     # The first field is one of the static table.
     assert headers.payload.startswith(updates + b"\x88")
     assert peer.fields(headers)[":status"] == "200"
+
+
+async def test_a_client_may_change_the_size_of_its_table(peer: Peer) -> None:
+    block = peer.headers()[frames.HEADER.size :]
+    updates = b"\x20\x3f\xe1\x1f"
+    peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, updates + block), data(b"x"))
+    assert [one.kind for one in await peer.received()] == [frames.HEADERS, frames.DATA]
 
 
 async def test_windows_are_raised_by_what_was_read(peer: Peer) -> None:

@@ -11,6 +11,9 @@ import pytest
 from http2_peer import Peer, data
 
 from quire.service.http2 import frames
+from quire.service.http2.frames import Frame, FrameReader
+from quire.service.http2.headers import HeaderBlocks
+from quire.service.http2.incomplete import Incomplete
 from quire.service.http2.messages import PREFIX, pack_message
 from quire.service.http2.output import OutputStream
 from quire.service.http2.server_call import INITIAL_WINDOW
@@ -115,6 +118,30 @@ async def test_too_many_frames_that_carry_nothing(peer: Peer, flood, monkeypatch
     assert (last.kind, last.payload[4:]) == (frames.GOAWAY, b"\0\0\0\x0b")
 
 
+async def test_settings_count_by_the_windows_that_they_may_change(
+    peer: Peer, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 100)
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._CALLS_PER_FRAME", 0.01)
+    # Nothing is forgotten meanwhile.
+    monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_PER_S", 0)
+    peer.send(*(peer.headers(1 + 2 * number, "/a.B/Hold") for number in range(4)))
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 1}))
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 2}))
+    assert not peer.transport.is_closed
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 3}))
+    assert "too many" in capsys.readouterr().out
+
+
+async def test_settings_that_change_no_window_touch_no_stream(peer: Peer, monkeypatch) -> None:
+    peer.send(peer.headers(1, "/a.B/Hold"))
+    raised: list[int] = []
+    monkeypatch.setattr(OutputStream, "raise_window", lambda stream, by: raised.append(by))
+    for size in (70_000, 70_000, 60_000):
+        peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: size}))
+    assert raised == [70_000 - frames.DEFAULT_WINDOW, -10_000]
+
+
 async def test_pings_at_the_permitted_rate(peer: Peer, monkeypatch) -> None:
     monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_AT_ONCE", 2)
     monkeypatch.setattr(f"{_EMPTY_FRAMES}._MAX_PER_S", 10**9)
@@ -139,6 +166,17 @@ async def test_a_refusal_repeats_little_of_a_long_path(peer: Peer) -> None:
     assert peer.fields(status)["grpc-status"] == "12"
 
 
+async def test_a_malformed_block_of_headers_is_not_logged(peer: Peer, capsys) -> None:
+    """It may have an API key."""
+    block = b"\xff" * 10 + b"Bearer secret" * 1000
+    peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+    assert peer.transport.is_closed
+    line = capsys.readouterr().out
+    assert "HPACKDecodingError" in line
+    assert "secret" not in line
+    assert len(line) < 300
+
+
 async def test_too_much_metadata_ends_its_call_alone(peer: Peer) -> None:
     peer.send(peer.headers(1), data(b"x"))
     peer.fields((await peer.received())[0])
@@ -149,6 +187,18 @@ async def test_too_much_metadata_ends_its_call_alone(peer: Peer) -> None:
     assert reset.kind == frames.RST_STREAM
     peer.send(data(b"y"))
     assert [one.kind for one in await peer.received()] == [frames.DATA]
+
+
+async def test_too_many_fields_end_their_call_alone(peer: Peer) -> None:
+    """An indexed field takes a byte to send, and a hundred as long as the call."""
+    block = peer.headers(1, "/a.B/Hold")[frames.HEADER.size :]
+    for stream, num_fields in ((1, 256 - 5), (3, 256 - 4)):
+        fields = block + b"\x95" * num_fields
+        peer.send(frames.pack_frame(frames.HEADERS, frames.END_HEADERS, stream, fields))
+    status, reset = await peer.received()
+    assert (status.stream, peer.fields(status)["grpc-status"]) == (3, "8")
+    assert peer.fields(status)["grpc-message"] == "the metadata has 257 fields, more than 256"
+    assert reset.kind == frames.RST_STREAM
 
 
 @pytest.mark.parametrize("message", [b"", b"x"])
@@ -277,6 +327,51 @@ async def test_a_request_that_cannot_be_parsed(peer: Peer, capsys) -> None:
     assert peer.fields(refusal)["grpc-status"] == "13"
     assert "no message" in peer.fields(refusal)["grpc-message"]
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (frames.HEADER.pack(2**16 << 8 | frames.DATA, 0, 1), b"\0"),
+        # Each frame is complete, but not the block.
+        (
+            frames.pack_frame(frames.HEADERS, 0, 3),
+            frames.pack_frame(frames.CONTINUATION, 0, 3, b"\x86"),
+        ),
+    ],
+)
+async def test_a_frame_or_a_block_of_headers_that_does_not_end(
+    begun: bytes, more: bytes, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(f"{_CONNECTION}.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("quire.service.http2.incomplete._MAX_S", 0.05)
+    peer = Peer()
+    peer.send(frames.PREFACE, peer.headers(1, "/a.B/Hold"), begun)
+    while not peer.transport.is_closed:
+        peer.send(more)
+        await asyncio.sleep(0.001)
+    assert "takes too long" in capsys.readouterr().out
+    await peer.close()
+
+
+def test_each_frame_and_each_block_has_a_time_of_its_own() -> None:
+    reader, blocks = FrameReader(100), HeaderBlocks()
+    incomplete = Incomplete(reader, blocks)
+    frame = frames.pack_frame(frames.DATA, 0, 1, b"message")
+    # Within the header of a frame, and behind it.
+    for now_s, received in enumerate((frame[:5], frame[5:] + frame[:5], frame[5:] + frame[:12])):
+        reader.feed(received)
+        assert not incomplete.is_overdue(100 * now_s)
+        assert not incomplete.is_overdue(100 * now_s + 20)
+        assert incomplete.is_overdue(100 * now_s + 30)
+    reader.feed(frame[12:])
+    assert not incomplete.is_overdue(300)
+    for now_s in (400, 500):
+        blocks.feed(Frame(frames.HEADERS, 0, 1, b""))
+        assert not incomplete.is_overdue(now_s)
+        assert incomplete.is_overdue(now_s + 30)
+        blocks.feed(Frame(frames.CONTINUATION, frames.END_HEADERS, 1, b""))
+    assert not incomplete.is_overdue(600)
 
 
 async def test_a_preface_that_does_not_end(monkeypatch) -> None:

@@ -243,6 +243,13 @@ async def test_an_unknown_method_is_refused() -> None:
         assert await _code_of(stack.unary("Unknown")(b"")) is StatusCode.UNIMPLEMENTED
 
 
+async def test_too_much_metadata_of_a_client_has_its_reason() -> None:
+    """gRPC's client sends characters as they are, and disregards the server's limit."""
+    async with serving() as stack:
+        call = stack.unary("Fail")(b"", metadata=(("a", "x" * 100_000),))
+        assert await _code_of(call) is StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_metadata_of_clients_is_accepted() -> None:
     async with serving() as stack:
         metadata = (("traceparent", "00-1-2-01"), ("a-bin", bytes(range(256))), ("b", "x" * 6000))

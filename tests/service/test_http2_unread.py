@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 
 import pytest
 from google.rpc import status_pb2
@@ -14,7 +15,7 @@ from quire.service.errors import RequestError
 from quire.service.http2 import frames
 from quire.service.http2.frames import Frame
 from quire.service.http2.limits import Limits
-from quire.service.http2.messages import pack_message
+from quire.service.http2.messages import PREFIX, pack_message
 from quire.service.http2.unread import UnreadMessages
 
 _MOST = 100
@@ -96,6 +97,45 @@ async def test_messages_that_no_handler_reads_count(peer: Peer) -> None:
 async def test_a_lost_connection_holds_nothing(peer: Peer) -> None:
     peer.send(peer.headers(1), data(pack_message(bytes(80))[:70], 1))
     peer.connection.connection_lost(None)
+    assert peer.unread.num_bytes == 0
+
+
+@limited
+async def test_messages_are_decompressed_two_at_a_time_and_count_meanwhile(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may be a thousand times as large as what was sent."""
+    num_begun, go_on = 0, threading.Semaphore(0)
+
+    def decompress(message: bytes, name: str, max_bytes: int) -> bytes:
+        nonlocal num_begun
+        num_begun += 1
+        go_on.acquire()
+        return message
+
+    monkeypatch.setattr("quire.service.http2.compression._SMALL_BYTES", 0)
+    monkeypatch.setattr("quire.service.http2.compression._decompress", decompress)
+    message = PREFIX.pack(True, 20) + bytes(20)
+    for stream in (1, 3, 5, 7):
+        peer.send(peer.headers(stream, _ONE, **{"grpc-encoding": "gzip"}))
+        peer.send(data(message, stream, frames.END_STREAM))
+    await until(lambda: num_begun == 2, "threads")
+    assert await statuses(peer) == {}
+    assert peer.unread.num_bytes == 80
+    # The thread of a call that was cancelled is not free yet.
+    peer.send(frames.pack_reset(1, frames.CANCEL))
+    assert await statuses(peer) == {}
+    assert (num_begun, peer.unread.num_bytes) == (2, 60)
+    go_on.release()
+    await until(lambda: num_begun == 3, "a free thread")
+    peer.send(peer.headers(9), data(pack_message(bytes(90))[:50], 9))
+    assert await statuses(peer) == {9: "8"}
+    for _ in range(3):
+        go_on.release()
+    ended: dict[int, str] = {}
+    while len(ended) < 3:
+        ended |= await statuses(peer)
+    assert ended == {3: "0", 5: "0", 7: "0"}
     assert peer.unread.num_bytes == 0
 
 

@@ -1,7 +1,9 @@
 import asyncio
 import contextlib
 import resource
+import struct
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.health import Health
+from quire.service.http2 import frames
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import raise_file_limit, start_server
@@ -101,6 +104,33 @@ async def test_the_watches_of_a_connection_are_limited(address: str) -> None:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     await health_pb2_grpc.HealthStub(channel).Watch(request).read()
                     break
+
+
+async def test_an_address_for_health_alone_permits_little(
+    health: Health, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for no certificate and no key."""
+    monkeypatch.setattr("quire.service.health._MAX_OWN_CONNECTIONS", 2)
+    path = sockets / "health.sock"
+    await health.start()
+    await health.listen(f"unix:{path}")
+    async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Check(health_pb2.HealthCheckRequest(service="x" * 2**14))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(frames.PREFACE)
+        size = int.from_bytes(await reader.readexactly(3), "big")
+        _, settings = await reader.readexactly(6), await reader.readexactly(size)
+        limit = struct.pack(">HI", frames.MAX_CONCURRENT_STREAMS, 100)
+        assert limit in settings
+        other_reader, other_writer = await asyncio.open_unix_connection(path)
+        assert await other_reader.read() == b""
+    for one in (writer, other_writer):
+        one.close()
+    await health.close()
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])

@@ -234,6 +234,8 @@ class StreamCall(asyncio.Protocol):
         else:
             silent_s = keep_alive.after_s + keep_alive.within_s
             self._end(StatusCode.UNAVAILABLE, f"the peer was silent for {silent_s:g} s")
+            # A connection that is only closed would wait for the peer to take what was sent.
+            self._transport.abort()
 
     # Receiving
 

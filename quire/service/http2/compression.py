@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from grpc import StatusCode
@@ -15,18 +16,43 @@ ACCEPTED: Final = ",".join(["identity", *_WINDOW_BITS])
 # A message of this size has a thousand times as much at most, which takes milliseconds; larger ones
 # are decompressed in a thread.
 _SMALL_BYTES: Final = 1024
+# Of all calls of a server: each result may have the size of the largest message, although it counts
+# as unread with its compressed size.
+_MAX_AT_ONCE: Final = 2
+# Characters of a compression's name that a refusal repeats.
+_MAX_NAME_CHARS: Final = 40
 
 
 def is_known(name: str) -> bool:
     return name in _WINDOW_BITS
 
 
-async def decompressed(message: bytes, name: str, max_bytes: int) -> bytes:
-    """MessageRefused if the message cannot be read, or has more than `max_bytes`."""
-    if len(message) <= _SMALL_BYTES:
-        return _decompress(message, name, max_bytes)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(None, _decompress, message, name, max_bytes)
+def refusal(error: MessageRefused, encoding: str) -> tuple[StatusCode, str]:
+    """The status of a call that has named this compression and whose next message is refused."""
+    code, why = error.code, f"SERVER: {error}"
+    if code is StatusCode.UNIMPLEMENTED:
+        why += f"; grpc-encoding is {encoding[:_MAX_NAME_CHARS]}, accepted: {ACCEPTED}"
+        if encoding == "identity":
+            code = StatusCode.INTERNAL
+    return code, why
+
+
+class Decompressor:
+    """Decompresses messages of all calls of a server, a few at a time."""
+
+    def __init__(self) -> None:
+        # Held until the call goes on with the result.
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        # A message whose call has ended keeps its thread.
+        self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, "decompression")
+
+    async def decompressed(self, message: bytes, name: str, max_bytes: int) -> bytes:
+        """MessageRefused if the message cannot be read, or has more than `max_bytes`."""
+        if len(message) <= _SMALL_BYTES:
+            return _decompress(message, name, max_bytes)
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            return await loop.run_in_executor(self._threads, _decompress, message, name, max_bytes)
 
 
 def _decompress(message: bytes, name: str, max_bytes: int) -> bytes:

@@ -137,6 +137,8 @@ class FrameReader:
         self._pieces: list[bytes] = []
         # Without them there is no further frame; not positive if there may be one.
         self._num_missing = 0
+        # How often it has waited for the rest of a frame: the same number is the same frame.
+        self.num_waits = 0
 
     @property
     def is_empty(self) -> bool:
@@ -161,6 +163,7 @@ class FrameReader:
         if self._num_missing > 0:
             # An idle connection keeps nothing.
             self._data, self._start = self._data[self._start :], 0
+            self.num_waits += 1
             return None
         word, flags, stream = HEADER.unpack_from(self._data, self._start)
         if word >> 8 > self._max_frame_bytes:
@@ -168,6 +171,7 @@ class FrameReader:
         behind = first + (word >> 8)
         self._num_missing = behind - len(self._data)
         if self._num_missing > 0:
+            self.num_waits += 1
             return None
         self._start = behind
         return Frame(word & 0xFF, flags, stream & _31_BITS, self._data[first:behind])

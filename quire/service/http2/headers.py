@@ -16,8 +16,14 @@ from quire.service.http2.frames import Frame, ProtocolError
 
 # Of the headers of a call, counted as HTTP/2 does. Metadata of gRPC has 8 KiB at most by default.
 MAX_HEADERS_BYTES: Final = 2**16
-# Of a block as it is received, and as it is decoded, for which the connection is kept.
-_MAX_BLOCK_BYTES: Final = 2**18
+# Of a block as it is received, and as it is decoded, for which the connection is kept. It bounds
+# the time of decoding: hpack copies the rest of a block for each literal field.
+_MAX_BLOCK_BYTES: Final = 2**17
+# At the start of a block, which needs two (RFC 7541, section 4.2). Each is a number with a prefix
+# of five bits.
+_TOO_MANY_RESIZES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){5}")
+# An indexed field is one byte, and takes a hundred in memory as long as the call.
+_MAX_FIELDS: Final = 256
 # What a field counts besides its bytes.
 _FIELD_BYTES: Final = 32
 # Of a status message as it is sent: beyond 8 KiB of metadata, gRPC's clients refuse some responses.
@@ -49,6 +55,15 @@ class Headers(NamedTuple):
     ends_stream: bool
     num_bytes: int
 
+    @property
+    def excess(self) -> str | None:
+        """What is too much for a call; None if nothing is."""
+        if self.num_bytes > MAX_HEADERS_BYTES:
+            return f"the metadata has {self.num_bytes} bytes, more than {MAX_HEADERS_BYTES}"
+        if len(self.pairs) > _MAX_FIELDS:
+            return f"the metadata has {len(self.pairs)} fields, more than {_MAX_FIELDS}"
+        return None
+
 
 class HeaderBlocks:
     """Joins and decodes the header blocks of a connection, in their order."""
@@ -58,6 +73,7 @@ class HeaderBlocks:
         # The first frame of a block, and what has been received of it.
         self._first: Frame | None = None
         self._block = bytearray()
+        self.num_begun = 0
 
     @property
     def is_empty(self) -> bool:
@@ -77,6 +93,7 @@ class HeaderBlocks:
         """The headers that a frame completes. ProtocolError if they cannot be decoded."""
         if self._first is None:
             self._first = frame
+            self.num_begun += 1
             self._block = bytearray(frame.content)
         else:
             self._block += frame.payload
@@ -85,10 +102,15 @@ class HeaderBlocks:
         if not frame.flags & frames.END_HEADERS:
             return None
         first, self._first = self._first, None
+        # An idle connection keeps nothing.
+        block, self._block = bytes(self._block), bytearray()
+        if _TOO_MANY_RESIZES.match(block):
+            raise ProtocolError("headers: too many changes of the table's size")
         try:
-            decoded = self._decoder.decode(bytes(self._block), raw=True)
+            decoded = self._decoder.decode(block, raw=True)
         except HPACKError as error:
-            raise ProtocolError(f"headers: {error}") from error
+            # Its text may repeat the whole block, with API keys in it.
+            raise ProtocolError(f"headers: {type(error).__name__}") from error
         pairs = [(bytes(name), bytes(value)) for name, value in decoded]
         num_bytes = sum(len(name) + len(value) + _FIELD_BYTES for name, value in decoded)
         ends_stream = bool(first.flags & frames.END_STREAM)

@@ -117,8 +117,9 @@ class Output:
         frame_size = settings.get(frames.MAX_FRAME_SIZE, self.frame_size)
         if initial_window > frames.MAX_WINDOW or frame_size < _MIN_FRAME_BYTES:
             raise ProtocolError("a setting is out of range")
-        for stream in self._streams.values():
-            stream.raise_window(initial_window - self._initial_window)
+        if increment := initial_window - self._initial_window:
+            for stream in self._streams.values():
+                stream.raise_window(increment)
         self._initial_window = initial_window
         self.frame_size = min(frame_size, _MAX_FRAME_BYTES)
         if frames.HEADER_TABLE_SIZE in settings:

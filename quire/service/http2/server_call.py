@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from quire.service.errors import RequestError
 from quire.service.http2 import frames
-from quire.service.http2.compression import ACCEPTED, decompressed, is_known
+from quire.service.http2.compression import ACCEPTED, is_known, refusal
 from quire.service.http2.frames import ProtocolError
 from quire.service.http2.headers import Headers, metadata_of, status_fields, timeout_s_of
 from quire.service.http2.messages import MessageReader, MessageRefused
@@ -34,10 +34,8 @@ _RESPONSE: Final = [
     ("content-type", "application/grpc"),
     ("grpc-accept-encoding", ACCEPTED),
 ]
-
-# Characters that a refusal repeats: of the path of an unknown method, and of a compression's name.
+# Of the path of an unknown method, in a refusal.
 _MAX_PATH_CHARS: Final = 200
-_MAX_NAME_CHARS: Final = 40
 
 # Generic in the stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -62,7 +60,7 @@ class ServerCall:
         ends."""
         number = headers.stream
         self._headers = headers
-        # None until it is needed.
+        # None until it is needed; the headers have no pairs then.
         self._metadata: Metadata | None = None
         self._number = number
         self._output = output
@@ -77,6 +75,8 @@ class ServerCall:
         # What the handler has not read.
         self._unread = unread
         self._messages = MessageReader(max_message_bytes)
+        # Of a request that is being decompressed.
+        self._num_compressed = 0
         # The compression that the client has named.
         self._encoding = "identity"
         # Bytes that were received, and those that the client was allowed to send beyond its first
@@ -113,7 +113,7 @@ class ServerCall:
         if self._num_received > INITIAL_WINDOW + self._num_allowed or self._has_all_requests:
             raise ProtocolError("data was sent beyond the window or the end")
         self._messages.add(content)
-        self._unread.set(self, self._messages.num_bytes)
+        self._unread.set(self, self._messages.num_bytes + self._num_compressed)
         if not self._has_ended:
             self._check_next()
 
@@ -145,6 +145,7 @@ class ServerCall:
     def invocation_metadata(self) -> Metadata:
         if self._metadata is None:
             self._metadata = metadata_of(self._headers)
+            self._headers = self._headers._replace(pairs=())
         return self._metadata
 
     def time_remaining(self) -> float | None:
@@ -222,18 +223,23 @@ class ServerCall:
         return await self._decompressed(request) if is_compressed else request
 
     async def _decompressed(self, request: bytes) -> bytes:
+        max_bytes = self._messages.max_message_bytes
+        self._num_compressed = len(request)
+        self._unread.set(self, self._messages.num_bytes + self._num_compressed)
         try:
-            return await decompressed(request, self._encoding, self._messages.max_message_bytes)
+            return await self._unread.decompressor.decompressed(request, self._encoding, max_bytes)
         except MessageRefused as error:
             await self.abort(error.code, str(error))
+        finally:
+            self._num_compressed = 0
+            self._unread.set(self, self._messages.num_bytes)
 
     async def _parsed(self, request: bytes) -> Any:
         try:
             return self._deserialize(request)
         except Exception as error:
-            await self.abort(
-                StatusCode.INTERNAL, f"the request cannot be parsed: {error}"[:_MAX_ERROR_CHARS]
-            )
+            why = f"the request cannot be parsed: {error}"
+            await self.abort(StatusCode.INTERNAL, why[:_MAX_ERROR_CHARS])
 
     async def _run(self, find: FindHandler) -> None:
         try:
@@ -253,8 +259,8 @@ class ServerCall:
         path = self._headers.fields.get(b":path", b"").decode(errors="replace")
         handler = await find(path, self.invocation_metadata)
         if handler is None:
-            shown = path[:_MAX_PATH_CHARS]
-            await self.abort(StatusCode.UNIMPLEMENTED, f"there is no method {shown}")
+            why = f"there is no method {path[:_MAX_PATH_CHARS]}"
+            await self.abort(StatusCode.UNIMPLEMENTED, why)
         self._deserialize = handler.request_deserializer or bytes
         self._serialize = handler.response_serializer or bytes
         return handler
@@ -328,14 +334,7 @@ class ServerCall:
         try:
             is_complete = self._messages.has_next()
         except MessageRefused as error:
-            code, why = error.code, f"SERVER: {error}"
-            if code is StatusCode.UNIMPLEMENTED:
-                why += (
-                    f"; grpc-encoding is {self._encoding[:_MAX_NAME_CHARS]}, accepted: {ACCEPTED}"
-                )
-                if self._encoding == "identity":
-                    code = StatusCode.INTERNAL
-            self.fail(code, why)
+            self.fail(*refusal(error, self._encoding))
             return
         if is_complete:
             self._changed.set()

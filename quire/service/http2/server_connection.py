@@ -15,7 +15,8 @@ from quire.service.http2.empty_frames import EmptyFrames
 from quire.service.http2.ended_connections import reset_calls
 from quire.service.http2.frames import Frame, FrameReader, ProtocolError
 from quire.service.http2.greeting import MAX_FRAME_BYTES
-from quire.service.http2.headers import MAX_HEADERS_BYTES, HeaderBlocks, Headers
+from quire.service.http2.headers import HeaderBlocks, Headers
+from quire.service.http2.incomplete import Incomplete
 from quire.service.http2.limits import Limits
 from quire.service.http2.output import Output
 from quire.service.http2.server_call import FindHandler, ServerCall
@@ -61,16 +62,15 @@ class ServerConnection(asyncio.Protocol):
         self._on_opened, self._on_closed = on_opened, on_closed
         # What is missing of the preface.
         self._preface = frames.PREFACE
-        self._frames = FrameReader(MAX_FRAME_BYTES)
-        self._headers = HeaderBlocks()
-        self._num_received = 0
-        self._last_stream = 0
+        self._frames, self._headers = FrameReader(MAX_FRAME_BYTES), HeaderBlocks()
+        self._incomplete = Incomplete(self._frames, self._headers)
+        self._num_received = self._last_stream = 0
         self._calls: dict[int, ServerCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = self._is_lost = self._has_greeted = False
         # Whether received frames wait for the next time slice.
         self._is_waiting = False
-        self._empty_frames = EmptyFrames(limits.max_calls)
+        self._empty_frames = EmptyFrames(limits.max_calls, self._calls)
         self._transport: asyncio.Transport
         self._output: Output
         self._timer: asyncio.TimerHandle | None = None
@@ -214,10 +214,13 @@ class ServerConnection(asyncio.Protocol):
         self._retirement = asyncio.get_running_loop().call_later(delay_s, step)
 
     def _watch(self) -> None:
-        """Look after the client when it may have been silent for too long."""
+        """Look after the client when it may have been silent for too long, or in between."""
         loop = asyncio.get_running_loop()
         due_at = self._last_received_at + KEEPALIVE_S
-        if loop.time() < due_at:
+        if self._incomplete.is_overdue(loop.time()):
+            self._log_refusal("a frame or a block of headers takes too long")
+            self._transport.abort()
+        elif loop.time() < due_at:
             self._timer = loop.call_at(due_at, self._watch)
         elif self._preface:
             self._transport.abort()
@@ -325,11 +328,8 @@ class ServerConnection(asyncio.Protocol):
         self._calls[number] = call
         if headers.ends_stream:
             call.receive_end()
-        if headers.num_bytes > MAX_HEADERS_BYTES:
-            call.fail(
-                StatusCode.RESOURCE_EXHAUSTED,
-                f"the metadata has {headers.num_bytes} bytes, more than {MAX_HEADERS_BYTES}",
-            )
+        if (excess := headers.excess) is not None:
+            call.fail(StatusCode.RESOURCE_EXHAUSTED, excess)
             return
         task = call.start(self._find_handler)
         self._tasks.add(task)

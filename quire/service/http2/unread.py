@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from grpc import StatusCode
 
 from quire.service.errors import RequestError, failed
+from quire.service.http2.compression import Decompressor
 
 # Longest time between two parts of the request of a call that has only one.
 SILENCE_S: Final = 30.0
@@ -29,6 +30,7 @@ class UnreadMessages:
     def __init__(self, max_bytes: int | None, max_waiting: int | None = None) -> None:
         """None: without a limit."""
         self.num_bytes = 0
+        self.decompressor = Decompressor()
         self._max_bytes = max_bytes
         self._held: dict[Holder, int] = {}
         self._max_waiting = max_waiting
