@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import socket
+from typing import Any
 
 import grpc
 import openai
@@ -16,6 +17,8 @@ from waiting import until
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.http.event_id import EventId
+from gateway_svc.http.formats.format import ServerEvent
+from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.merge import Merge
 from gateway_svc.http.response_writer import ResponseWriter
 from quire.client.async_client import AsyncClient
@@ -246,6 +249,26 @@ async def test_comments_keep_an_idle_stream_alive(
     await writer.start()
     await writer.keep_alive()
     assert written[-1]["body"] == b": keep-alive\n\n"
+
+
+async def test_a_client_that_takes_no_event_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def run(writer: ResponseWriter) -> None:
+        await writer.start()
+        await writer.events([ServerEvent({})], "1")
+
+    for module in ("generation_response", "response_writer"):
+        monkeypatch.setattr(f"gateway_svc.http.{module}.KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr("gateway_svc.http.generation_response.TAKING_S", 0.01)
+    scope = {"type": "http", "method": "POST", "headers": []}
+    async with asyncio.timeout(10):
+        await GenerationResponse("r", run)(scope, receive, send)
 
 
 async def test_unknown_paths_and_event_ids_are_refused(http: Http) -> None:

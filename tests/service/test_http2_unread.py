@@ -177,6 +177,27 @@ async def test_a_request_may_arrive_slowly(peer: Peer, monkeypatch: pytest.Monke
     assert await statuses(peer) == {1: "0"}
 
 
+async def test_a_call_whose_client_takes_no_response_ends(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.service.http2.server_call.TAKING_S", 0.05)
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 10}))
+    peer.send(peer.headers(1), data(pack_message(bytes(50)), 1))
+    await peer.received()
+    await until(lambda: bool(peer.transport.written), "the end of a call")
+    assert await statuses(peer) == {1: "8"}
+
+
+async def test_a_response_may_be_taken_slowly(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.service.http2.server_call.TAKING_S", 0.05)
+    peer.send(frames.pack_settings({frames.INITIAL_WINDOW_SIZE: 0}))
+    peer.send(peer.headers(1), data(pack_message(bytes(5)), 1, frames.END_STREAM))
+    for _ in range(PREFIX.size + 5):
+        await asyncio.sleep(0.01)
+        peer.send(frames.pack_window_update(1, 1))
+    assert await statuses(peer) == {1: "0"}
+
+
 class Call:
     """Holds bytes until it is refused."""
 

@@ -188,11 +188,17 @@ class OutputStream:
         output.send_rest()
         return not self._unsent
 
-    async def wait_sent(self) -> None:
-        """Wait until all messages have been sent."""
-        while self._unsent:
+    async def wait_sent(self, silence_s: float) -> bool:
+        """Wait until all messages have been sent. False if the peer takes nothing for so long."""
+        while num_unsent := len(self._unsent):
             self._sent = self._sent or asyncio.Event()
-            await self._sent.wait()
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._sent.wait()
+            except TimeoutError:
+                if len(self._unsent) == num_unsent:
+                    return False
+        return True
 
     def drop(self) -> None:
         """Send nothing more."""

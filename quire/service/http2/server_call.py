@@ -17,7 +17,7 @@ from quire.service.http2.frames import ProtocolError
 from quire.service.http2.headers import Headers, metadata_of, status_fields, timeout_s_of
 from quire.service.http2.messages import MessageReader, MessageRefused
 from quire.service.http2.output import Output
-from quire.service.http2.unread import SILENCE_S, UnreadMessages, request_timeout
+from quire.service.http2.unread import SILENCE_S, TAKING_S, UnreadMessages, not_sent, not_taken
 
 log = structlog.get_logger()
 
@@ -170,8 +170,8 @@ class ServerCall:
         message = self._serialize(response)
         # Once they are packed, they have to be sent.
         before = b"" if self._has_responded else self._response_headers()
-        if not self._stream.send(message, before):
-            await self._stream.wait_sent()
+        if not self._stream.send(message, before) and not await self._stream.wait_sent(TAKING_S):
+            self.refuse(not_taken(TAKING_S))
         self._num_written += 1
         if self._num_written % _MAX_RUN == 0:
             await asyncio.sleep(0)
@@ -203,7 +203,7 @@ class ServerCall:
                     await self._changed.wait()
             except TimeoutError:
                 if self._num_received == num_received:
-                    self.refuse(request_timeout(silence_s))
+                    self.refuse(not_sent(silence_s))
 
     async def _next(self, silence_s: float | None = None) -> bytes | None:
         """The next request; None behind the last one. The call ends after such a silence."""

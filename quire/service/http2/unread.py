@@ -12,6 +12,9 @@ from quire.service.http2.compression import Decompressor
 
 # Longest time between two parts of the request of a call that has only one.
 SILENCE_S: Final = 30.0
+# Longest time in which a client takes nothing of a response that is there for it: its call would
+# hold its place for ever.
+TAKING_S: Final = 300.0
 _RETRY_AFTER_S: Final = 1.0
 
 
@@ -78,10 +81,17 @@ class UnreadMessages:
             )
 
 
-def request_timeout(silence_s: float | None) -> RequestError:
+def not_sent(silence_s: float | None) -> RequestError:
     """The error of a call whose client has not sent its request."""
     message = f"no byte of the request has arrived for {silence_s:g} s"
     return failed(StatusCode.DEADLINE_EXCEEDED, "REQUEST_TIMEOUT", message)
+
+
+def not_taken(silence_s: float) -> RequestError:
+    """The error of a call whose client does not take its response."""
+    message = f"no byte of the response was taken for {silence_s:g} s"
+    details = {"resumable": "true"}
+    return failed(StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", message, metadata=details)
 
 
 def _exhausted(reason: str, message: str) -> RequestError:
