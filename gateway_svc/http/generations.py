@@ -111,7 +111,8 @@ def _merged(sources: Sequence[Updates]) -> Updates:
 async def _prompt_updates(
     prompt: int, start: Callable[[], AbstractAsyncContextManager[Generation]], times: RequestTimes
 ) -> Updates:
-    """`start` is called in the task that reads the updates, which a slow client ends."""
+    """`start` is called in the task that reads the updates, which a slow client ends; `Merge` ends
+    its own reader with it."""
     async with start() as generation:
         async for parts in generation.updates():
             times.observe(parts)

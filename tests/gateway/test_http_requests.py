@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import grpc
 import openai
@@ -160,14 +162,17 @@ async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
         assert cancellation.attachment == sent.attachment
 
 
-async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(http: Http) -> None:
+@pytest.mark.parametrize("prompts", ["The", ["The", "A"]], ids=["one prompt", "two prompts"])
+async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
+    http: Http, prompts: str | list[str]
+) -> None:
     scheduler, server = http.stack.scheduler, http.stack.gateway.http
     assert server is not None
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, _, port = server.address.rpartition(":")
     connection.connect((host, int(port)))
-    body = b'{"prompt": "The", "stream": true}'
+    body = json.dumps({"prompt": prompts, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     sent = await http.submission()
@@ -182,6 +187,7 @@ async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(http
         await asyncio.sleep(0)
     detachment = await detached
     assert (detachment.attachment, detachment.client_gone) == (sent.attachment, False)
+    await asyncio.wait_for(server.requests.wait_until_idle(), 5)
     connection.close()
 
 
@@ -426,6 +432,66 @@ async def test_merged_sources_that_fail_when_they_are_closed_end() -> None:
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await items.aclose()
+
+
+def _overflowing(overflow: asyncio.Event) -> AsyncGenerator[int, None]:
+    """Two items of a request whose stream overflows later, which cancels its task."""
+
+    async def source() -> AsyncGenerator[int, None]:
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def cancel() -> None:
+            await overflow.wait()
+            task.cancel()
+
+        cancelling = asyncio.create_task(cancel())
+        try:
+            yield 0
+            yield 1
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("slow") from None
+        finally:
+            cancelling.cancel()
+
+    return source()
+
+
+@pytest.mark.parametrize("num_read", [1, 2])
+async def test_a_slow_reader_of_merged_sources_is_cancelled(num_read: int) -> None:
+    """In its write, while its source waits to be read or for the next event. Sources that overflow
+    at the same moment cancel it once."""
+    overflow, merge = asyncio.Event(), Merge[int]()
+    num_sources = 2
+    for _ in range(num_sources):
+        merge.add(_overflowing(overflow))
+
+    async def read() -> None:
+        async with aclosing(merge.items()) as items:
+            for _ in range(num_read * num_sources):
+                await anext(items)
+            # A write that blocks.
+            await asyncio.Event().wait()
+
+    reader = asyncio.create_task(read())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    overflow.set()
+    async with asyncio.timeout(5):
+        await asyncio.wait({reader})
+    assert reader.cancelled()
+    assert reader.cancelling() == 1
+
+
+async def test_a_reader_that_waits_gets_the_error_of_a_source_that_overflows() -> None:
+    overflow, merge = asyncio.Event(), Merge[int]()
+    merge.add(_overflowing(overflow))
+    async with asyncio.timeout(5), aclosing(merge.items()) as items:
+        assert [await anext(items), await anext(items)] == [0, 1]
+        asyncio.get_running_loop().call_soon(overflow.set)
+        with pytest.raises(ValueError, match="slow"):
+            await anext(items)
 
 
 async def test_a_grpc_client_at_the_http_port_ends_with_a_hint(http: Http) -> None:
