@@ -134,6 +134,12 @@ class Attachments:
             connection.reject(submission.attachment, id_taken(submission.request_id))
         return True
 
+    def finish(self, group: Group, finish: scheduler_pb2.Finish) -> None:
+        """End a choice at the stop string that the gateway has found in its text."""
+        if group.beams is None and finish.choice < len(group.sequences):
+            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
+            self._engine.finish_ended(group)
+
     def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
         """Detach a request; it is cancelled unless a stream attaches within its grace period."""
         connection.unsubscribe(group)

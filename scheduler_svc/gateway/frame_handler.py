@@ -168,7 +168,10 @@ class FrameHandler:
         for attachment in frame.attachments:
             await self._attachments.attach_known(attachment, connection)
         for finish in frame.finishes:
-            self._finish(finish, connection)
+            if group := connection.attached.get(finish.attachment):
+                self._attachments.finish(group, finish)
+            else:
+                connection.note_for_wait(finish)
         for detachment in frame.detachments:
             if group := connection.attached.get(detachment.attachment):
                 self._attachments.detach(group, connection, detachment.client_gone)
@@ -181,13 +184,6 @@ class FrameHandler:
                 self._start(self._cancel_by_id(cancellation, connection))
             elif not self._cancel(self._target(cancellation, connection)):
                 connection.note_for_wait(cancellation)
-
-    def _finish(self, finish: scheduler_pb2.Finish, connection: GatewayConnection) -> None:
-        """End a choice at the stop string that the gateway has found in its text."""
-        group = connection.attached.get(finish.attachment)
-        if group and group.beams is None and finish.choice < len(group.sequences):
-            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
-            self._engine.finish_ended(group)
 
     async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
         key = RequestKey(lookup.request.principal, lookup.request.request_id)

@@ -201,14 +201,16 @@ class Submissions:
 
     def _end_wait(self, attachment: int, connection: GatewayConnection) -> None:
         """Apply what the gateway has sent about a request while it was not accepted."""
-        sent = connection.end_wait(attachment)
-        group = connection.attached.get(attachment)
-        if sent is None or group is None:
-            return
-        if isinstance(sent, scheduler_pb2.Detachment):
-            self._attachments.detach(group, connection, sent.client_gone)
-        else:
-            self._engine.cancel(group)
+        for sent in connection.end_wait(attachment):
+            group = connection.attached.get(attachment)
+            if group is None:
+                return
+            if isinstance(sent, scheduler_pb2.Finish):
+                self._attachments.finish(group, sent)
+            elif isinstance(sent, scheduler_pb2.Detachment):
+                self._attachments.detach(group, connection, sent.client_gone)
+            else:
+                self._engine.cancel(group)
 
     def _set_tenant(self, principal: str, policy: scheduler_pb2.TenantPolicy) -> None:
         weight = policy.weight if policy.weight > 0 else 1.0

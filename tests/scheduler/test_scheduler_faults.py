@@ -171,6 +171,27 @@ async def test_a_request_is_cancelled_by_its_id_while_it_is_recorded(
         assert not await cancel_by_id(other, "slow", 4)
 
 
+async def test_a_resubmitted_request_that_is_recorded_slowly_ends_at_its_stop_strings(
+    redis_url, sockets, monkeypatch
+):
+    """As after a loss of its record: its gateway has found the stop strings before."""
+    may_record = hold_slow_records(monkeypatch)
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        fields = {"request_id": "slow", "n": 3, "again": True}
+        attachment = await gateway.submit(prompt(9), max_tokens=50, **fields)
+        finishes = [
+            scheduler_pb2.Finish(attachment=attachment, choice=choice, num_tokens=num_tokens)
+            for choice, num_tokens in ((0, 2), (2, 3))
+        ]
+        await gateway.send(finishes=finishes)
+        # A later frame was applied.
+        await gateway.wait_ended(await gateway.submit(prompt(9)))
+        may_record.set()
+        [received] = await gateway.wait_ended(attachment)
+    assert [choice.end.num_tokens for choice in received.choices] == [2, 50, 3]
+
+
 async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url, sockets):
     worker = CheckingWorker(1, num_blocks=129)
     async with running_stack(
