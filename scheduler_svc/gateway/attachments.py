@@ -90,7 +90,8 @@ class Attachments:
             self.attach(group, connection, submission)
 
     async def attach_known(self, request: AttachRequest, connection: GatewayConnection) -> None:
-        """Attach to a running request; replay an ended one from its record."""
+        """Attach to a running request; replay one that has ended. One that is about to end
+        with an error counts as ended."""
         key = key_of(request)
         try:
             await self._record_writer.sync({key})
@@ -102,7 +103,11 @@ class Attachments:
             return
         # Looked up after the calls: it may have been submitted meanwhile.
         if group := self._engine.live.get(key):
-            self.attach(group, connection, request)
+            if isinstance(request, scheduler_pb2.Attachment) and group.error is not None:
+                # Not taken over: its stream is about to receive the error.
+                connection.reject(request.attachment, group.error, group.record.opaque)
+            else:
+                self.attach(group, connection, request)
         elif stored is None and isinstance(request, scheduler_pb2.Attachment):
             connection.reject(request.attachment, _UNKNOWN)
         elif stored is None or stored.state is RequestState.LIVE:
