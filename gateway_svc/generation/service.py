@@ -1,6 +1,6 @@
 """Generation as every public API uses it: prepares, starts, resumes and cancels requests."""
 
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
 import grpc
 
@@ -69,6 +69,11 @@ class GenerationService:
         if trace is not None:
             _add_trace(prepared, trace)
         return prepared
+
+    def in_preparation(self, request_id: str, tenant: Tenant) -> AbstractContextManager[None]:
+        """Make a request of several parts cancellable by this id while they are prepared.
+        RequestError at the end of the block if it was cancelled."""
+        return self._in_preparation.track(tenant.principal, request_id)
 
     def start(self, prepared: PreparedRequest) -> AbstractAsyncContextManager[Generation]:
         """Submit a request. Exiting before its end cancels it, unless it may be resumed."""

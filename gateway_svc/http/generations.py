@@ -53,12 +53,16 @@ class Generations:
                 measured.enter_context(self._metrics.request(tenant.tenant_class)) for _ in messages
             ]
             prepared = []
-            for message, state in zip(messages, states, strict=True):
-                prepared.append(await self._service.prepare(message, None, tenant, state, search))
-                if len(messages) > 1:
-                    # Token ids are prepared without waiting, and other requests should not wait
-                    # for a thousand prompts.
-                    await asyncio.sleep(0)
+            # Cancelled by this id until the last prompt is prepared.
+            with self._service.in_preparation(messages[0].request_id, tenant):
+                for message, state in zip(messages, states, strict=True):
+                    prepared.append(
+                        await self._service.prepare(message, None, tenant, state, search)
+                    )
+                    if len(messages) > 1:
+                        # Token ids are prepared without waiting, and other requests should not
+                        # wait for a thousand prompts.
+                        await asyncio.sleep(0)
             for one in prepared:
                 one.submission.has_client_id = has_client_id
             sources = [
@@ -111,7 +115,8 @@ def _merged(sources: Sequence[Updates]) -> Updates:
 async def _prompt_updates(
     prompt: int, start: Callable[[], AbstractAsyncContextManager[Generation]], times: RequestTimes
 ) -> Updates:
-    """`start` is called in the task that reads the updates, which a slow client ends."""
+    """`start` is called in the task that reads the updates, which a slow client ends; `Merge` ends
+    its own reader with it."""
     async with start() as generation:
         async for parts in generation.updates():
             times.observe(parts)

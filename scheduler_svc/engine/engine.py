@@ -5,9 +5,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from grpc import StatusCode
-
-from quire.service.errors import RequestError, failed, unavailable
+from quire.service.errors import RequestError, unavailable
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.fairness import FairShares
@@ -20,7 +18,7 @@ from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.engine.refusals import overload_error, prompt_error, width_error
+from scheduler_svc.engine.refusals import cancelled, overload_error, prompt_error, width_error
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.hashing import HashChain, root_hash
 from scheduler_svc.store.requests import RequestKey
@@ -159,7 +157,7 @@ class Engine:
 
     def cancel(self, group: Group) -> None:
         """End a request because its client wants that."""
-        self.abort(group, failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled"))
+        self.abort(group, cancelled())
 
     def withdraw(self, group: Group) -> None:
         """Forget a request that waits as a whole: another shard gets it."""

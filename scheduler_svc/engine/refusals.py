@@ -62,5 +62,10 @@ def overload_error(
     return None
 
 
+def cancelled() -> RequestError:
+    """The error of a request whose client has cancelled it."""
+    return failed(StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
+
+
 def _full(message: str) -> RequestError:
     return failed(StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message, RETRY_WHEN_FULL_S)

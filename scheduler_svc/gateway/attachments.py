@@ -90,7 +90,8 @@ class Attachments:
             self.attach(group, connection, submission)
 
     async def attach_known(self, request: AttachRequest, connection: GatewayConnection) -> None:
-        """Attach to a running request; replay an ended one from its record."""
+        """Attach to a running request; replay one that has ended. One that is about to end
+        with an error counts as ended."""
         key = key_of(request)
         try:
             await self._record_writer.sync({key})
@@ -102,7 +103,11 @@ class Attachments:
             return
         # Looked up after the calls: it may have been submitted meanwhile.
         if group := self._engine.live.get(key):
-            self.attach(group, connection, request)
+            if isinstance(request, scheduler_pb2.Attachment) and group.error is not None:
+                # Not taken over: its stream is about to receive the error.
+                connection.reject(request.attachment, group.error, group.record.opaque)
+            else:
+                self.attach(group, connection, request)
         elif stored is None and isinstance(request, scheduler_pb2.Attachment):
             connection.reject(request.attachment, _UNKNOWN)
         elif stored is None or stored.state is RequestState.LIVE:
@@ -133,6 +138,12 @@ class Attachments:
         else:
             connection.reject(submission.attachment, id_taken(submission.request_id))
         return True
+
+    def finish(self, group: Group, finish: scheduler_pb2.Finish) -> None:
+        """End a choice at the stop string that the gateway has found in its text."""
+        if group.beams is None and finish.choice < len(group.sequences):
+            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
+            self._engine.finish_ended(group)
 
     def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
         """Detach a request; it is cancelled unless a stream attaches within its grace period."""

@@ -21,7 +21,7 @@ MAX_PENDING_TOKENS = 1_000_000
 # Replayed or buffered output starts a new frame after this many tokens: message size is limited.
 LARGE_FRAME_TOKENS = 250_000
 
-_SentLater = scheduler_pb2.Detachment | scheduler_pb2.Cancellation
+_SentLater = scheduler_pb2.Finish | scheduler_pb2.Detachment | scheduler_pb2.Cancellation
 
 _REASONS = {
     EndReason.STOP_TOKEN: scheduler_pb2.END_REASON_STOP_TOKEN,
@@ -43,8 +43,8 @@ class GatewayConnection:
     def __init__(self, epoch: int, may_send: Callable[[], Awaitable[None]]) -> None:
         """`may_send` waits until the lease is certainly held; LeaseExpired after its end."""
         self.attached: dict[int, Group] = {}
-        # Requests that wait for room, with what the gateway has sent about them since.
-        self._waiting: dict[int, _SentLater | None] = {}
+        # Requests that are not accepted yet, with what the gateway has sent about them since.
+        self._waiting: dict[int, list[_SentLater]] = {}
         # Its gateway has disconnected; requests that it sent may still be in progress.
         self.is_disconnected = False
         self.epoch = epoch
@@ -138,22 +138,24 @@ class GatewayConnection:
     def _frame(self) -> scheduler_pb2.ConnectResponse:
         return self._frames[-1].message
 
-    # Requests that are not accepted yet, because they wait for room
+    # Requests that are not accepted yet, because they are recorded slowly or wait for room
 
     def begin_wait(self, attachment: int) -> None:
-        self._waiting[attachment] = None
+        self._waiting[attachment] = []
 
     def note_for_wait(self, sent: _SentLater) -> None:
-        """Keep what was sent about a request, if it waits for room."""
+        """Keep what was sent about a request, if it waits."""
         if sent.attachment in self._waiting:
-            self._waiting[sent.attachment] = sent
+            self._waiting[sent.attachment].append(sent)
 
     def is_wanted(self, attachment: int) -> bool:
         """Whether the gateway still wants a request that waits."""
-        return not self.is_disconnected and self._waiting[attachment] is None
+        sent = self._waiting[attachment]
+        has_left = any(not isinstance(one, scheduler_pb2.Finish) for one in sent)
+        return not (self.is_disconnected or has_left)
 
-    def end_wait(self, attachment: int) -> _SentLater | None:
-        """Return what was sent about the request while it waited, if anything was."""
+    def end_wait(self, attachment: int) -> list[_SentLater]:
+        """Return what was sent about the request while it waited, in order."""
         return self._waiting.pop(attachment)
 
     def unsubscribe(self, group: Group) -> None:

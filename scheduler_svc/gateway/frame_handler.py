@@ -168,7 +168,10 @@ class FrameHandler:
         for attachment in frame.attachments:
             await self._attachments.attach_known(attachment, connection)
         for finish in frame.finishes:
-            self._finish(finish, connection)
+            if group := connection.attached.get(finish.attachment):
+                self._attachments.finish(group, finish)
+            else:
+                connection.note_for_wait(finish)
         for detachment in frame.detachments:
             if group := connection.attached.get(detachment.attachment):
                 self._attachments.detach(group, connection, detachment.client_gone)
@@ -181,13 +184,6 @@ class FrameHandler:
                 self._start(self._cancel_by_id(cancellation, connection))
             elif not self._cancel(self._target(cancellation, connection)):
                 connection.note_for_wait(cancellation)
-
-    def _finish(self, finish: scheduler_pb2.Finish, connection: GatewayConnection) -> None:
-        """End a choice at the stop string that the gateway has found in its text."""
-        group = connection.attached.get(finish.attachment)
-        if group and group.beams is None and finish.choice < len(group.sequences):
-            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
-            self._engine.finish_ended(group)
 
     async def _look_up(self, lookup: scheduler_pb2.Lookup, connection: GatewayConnection) -> None:
         key = RequestKey(lookup.request.principal, lookup.request.request_id)
@@ -203,12 +199,22 @@ class FrameHandler:
     async def _cancel_by_id(
         self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
     ) -> None:
-        target = self._target(cancellation, connection)
-        if target is None:
+        found = self._cancel_known(cancellation, connection)
+        if found is None:
             # Another shard may have just given it.
             await self._store.retry(self._take_moved)
-            target = self._target(cancellation, connection)
-        connection.send_cancellation_result(cancellation.tag, self._cancel(target))
+            found = self._cancel_known(cancellation, connection)
+        connection.send_cancellation_result(cancellation.tag, bool(found))
+
+    def _cancel_known(
+        self, cancellation: scheduler_pb2.Cancellation, connection: GatewayConnection
+    ) -> bool | None:
+        """Cancel a request, also one that is not accepted yet. False if it has failed already,
+        None if it is unknown."""
+        target = self._target(cancellation, connection)
+        if target is not None:
+            return self._cancel(target)
+        return self._submissions.pending.cancel(_key_of(cancellation)) or None
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(_unless_lost(work))
@@ -220,7 +226,7 @@ class FrameHandler:
     ) -> Group | None:
         if cancellation.WhichOneof("target") == "attachment":
             return connection.attached.get(cancellation.attachment)
-        key = RequestKey(cancellation.request.principal, cancellation.request.request_id)
+        key = _key_of(cancellation)
         return self._engine.live.get(key) or self._giving.get(key)
 
     def _cancel(self, group: Group | None) -> bool:
@@ -235,6 +241,10 @@ async def _unless_lost(work: Coroutine[None, None, None]) -> None:
     the gateway asks the next leader."""
     with suppress(LeadershipLost, StaleEpoch):
         await work
+
+
+def _key_of(cancellation: scheduler_pb2.Cancellation) -> RequestKey:
+    return RequestKey(cancellation.request.principal, cancellation.request.request_id)
 
 
 def _check_version(frame: scheduler_pb2.ConnectRequest) -> None:

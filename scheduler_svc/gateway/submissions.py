@@ -18,6 +18,7 @@ from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.attachments import NO_REDIS, Attachments, id_taken, key_of
 from scheduler_svc.gateway.connection import GatewayConnection
+from scheduler_svc.gateway.pending import PendingRequests
 from scheduler_svc.gateway.submission_conversion import limits_of, record_of, reservation_of
 from scheduler_svc.gateway.validation import num_choices, validation_error
 from scheduler_svc.store.errors import StoreError, StoreUnavailable
@@ -56,6 +57,7 @@ class Submissions:
         self._store = store
         self._record_writer = record_writer
         self._attachments = attachments
+        self.pending = PendingRequests(engine)
         # Asks for more of the limits of tenants; False if that was not possible.
         self.ask_for_room: Callable[[float], Awaitable[bool]] = _nothing_more
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,18 +109,23 @@ class Submissions:
                     full = self._refusal(reservation, excess, attempt)
                     if full is None:
                         waiting.append(submission)
+                        if attempt == 0:
+                            self.pending.begin(key_of(submission))
                         continue
                 if full is not None:
                     surplus.append((submission, full))
                     continue
                 self._engine.quotas.reserve(reservation)
             new.append(_NewRequest(submission, self._record_of(submission), reservation))
+            self.pending.begin(key_of(submission))
             num_tokens += num_prompt_tokens
         if surplus:
             self._start(self._refuse_surplus(surplus, connection))
         if new:
             # Not cancelled with the stream: what is recorded must also be queued.
             recording = self._start(self._record(new, connection))
+            keys = [request.record.key for request in new]
+            recording.add_done_callback(lambda _: self.pending.end(keys))
             # Only the first attempt delays frames: later ones have a task of their own.
             if attempt > 0 or await self._is_recorded_soon(recording):
                 await asyncio.shield(recording)
@@ -173,29 +180,37 @@ class Submissions:
             with self._engine.quotas.wanting([reservation_of(one) for one in waiting]):
                 has_asked = await self.ask_for_room(within_s)
             # Those whose clients have disconnected meanwhile are dropped.
-            wanted = [one for one in waiting if connection.is_wanted(one.attachment)]
-            ended = {one.attachment for one in waiting}
+            wanted = [
+                one
+                for one in waiting
+                if connection.is_wanted(one.attachment)
+                and not self.pending.refuse_cancelled(one, connection)
+            ]
+            ended = {one.attachment: key_of(one) for one in waiting}
             waiting = []
             if has_asked:
                 waiting = await self._submit(wanted, connection, attempt)
             else:
                 for submission in wanted:
                     connection.reject(submission.attachment, NO_REDIS)
-            for attachment in ended - {one.attachment for one in waiting}:
+            for attachment in ended.keys() - {one.attachment for one in waiting}:
                 self._end_wait(attachment, connection)
+                self.pending.end([ended[attachment]])
             if not waiting:
                 return
 
     def _end_wait(self, attachment: int, connection: GatewayConnection) -> None:
         """Apply what the gateway has sent about a request while it was not accepted."""
-        sent = connection.end_wait(attachment)
-        group = connection.attached.get(attachment)
-        if sent is None or group is None:
-            return
-        if isinstance(sent, scheduler_pb2.Detachment):
-            self._attachments.detach(group, connection, sent.client_gone)
-        else:
-            self._engine.cancel(group)
+        for sent in connection.end_wait(attachment):
+            group = connection.attached.get(attachment)
+            if group is None:
+                return
+            if isinstance(sent, scheduler_pb2.Finish):
+                self._attachments.finish(group, sent)
+            elif isinstance(sent, scheduler_pb2.Detachment):
+                self._attachments.detach(group, connection, sent.client_gone)
+            else:
+                self._engine.cancel(group)
 
     def _set_tenant(self, principal: str, policy: scheduler_pb2.TenantPolicy) -> None:
         weight = policy.weight if policy.weight > 0 else 1.0
@@ -241,7 +256,7 @@ class Submissions:
                 self._record_writer.discard(request.record for request in new)
                 for request in new:
                     self._end_reservation(request, is_accepted=False)
-                    connection.reject(request.submission.attachment, NO_REDIS)
+                    self.pending.reject(request.submission, NO_REDIS, connection)
                 return
             for request, recorded in zip(new, outcomes, strict=True):
                 submission = request.submission
@@ -254,6 +269,7 @@ class Submissions:
                     await self._attachments.attach_known(submission, connection)
                 else:
                     connection.reject(submission.attachment, id_taken(submission.request_id))
+                self.pending.accepted(request.record.key)
 
     async def _claim(
         self, new: list["_NewRequest"], connection: GatewayConnection
@@ -272,8 +288,8 @@ class Submissions:
         for request in new:
             if request.record.key in elsewhere:
                 self._end_reservation(request, is_accepted=False)
-                shard = elsewhere[request.record.key]
-                connection.reject(request.submission.attachment, other_shard(shard))
+                error = other_shard(elsewhere[request.record.key])
+                self.pending.reject(request.submission, error, connection)
         return [request for request in new if request.record.key not in elsewhere]
 
     def _end_reservation(self, request: "_NewRequest", is_accepted: bool) -> None:

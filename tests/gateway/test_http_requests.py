@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -16,6 +18,9 @@ from http_client import Http
 from waiting import until
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
+from gateway_svc.generation.service import GenerationService
+from gateway_svc.generation.submission import PreparedRequest
+from gateway_svc.http.bodies.fields import GenerationMessage
 from gateway_svc.http.event_id import EventId
 from gateway_svc.http.formats.format import ServerEvent
 from gateway_svc.http.generation_response import GenerationResponse
@@ -163,14 +168,17 @@ async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
         assert cancellation.attachment == sent.attachment
 
 
-async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(http: Http) -> None:
+@pytest.mark.parametrize("prompts", ["The", ["The", "A"]], ids=["one prompt", "two prompts"])
+async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
+    http: Http, prompts: str | list[str]
+) -> None:
     scheduler, server = http.stack.scheduler, http.stack.gateway.http
     assert server is not None
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, _, port = server.address.rpartition(":")
     connection.connect((host, int(port)))
-    body = b'{"prompt": "The", "stream": true}'
+    body = json.dumps({"prompt": prompts, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     sent = await http.submission()
@@ -185,6 +193,7 @@ async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(http
         await asyncio.sleep(0)
     detachment = await detached
     assert (detachment.attachment, detachment.client_gone) == (sent.attachment, False)
+    await asyncio.wait_for(server.requests.wait_until_idle(), 5)
     connection.close()
 
 
@@ -192,11 +201,102 @@ async def test_a_request_is_cancelled_by_its_id(http: Http) -> None:
     sending = asyncio.create_task(http.client.delete("/v1/requests/some"))
     cancellation = await http.stack.scheduler.cancellations.get()
     assert cancellation.request == scheduler_pb2.RequestKey(request_id="some")
-    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=False)
-    http.stack.scheduler.send(cancellation_results=[result])
+    http.stack.scheduler.found(cancellation, False)
+    await refuse_attachment(http)
     response = await sending
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "unknown_request"
+
+
+async def refuse_attachment(http: Http) -> None:
+    """The next attachment is to a request that the scheduler does not have."""
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.ErrorInfo(reason="UNKNOWN_REQUEST", domain="quire"))
+    attachment = await http.stack.scheduler.attachments.get()
+    http.stack.scheduler.fail(attachment, grpc.StatusCode.NOT_FOUND, details=[detail])
+
+
+@pytest.mark.parametrize(
+    ("live", "status"), [({0, 1, 2}, 204), ({2}, 204), ({0}, 204), (set(), 404)]
+)
+async def test_all_prompts_of_a_request_are_cancelled(
+    http: Http, live: set[int], status: int
+) -> None:
+    """Those that are live, if any is. The first one, which has ended, has their number."""
+    body = {"prompt": ["a", "b", "c"], "stream": True, "resume_window_s": 60}
+    scheduler = http.stack.scheduler
+    async with http.stream("/v1/completions", body, x_request_id="r"):
+        sent = [await http.submission() for _ in range(3)]
+    for _ in sent:
+        await scheduler.detachments.get()
+    sending = asyncio.create_task(http.client.delete("/v1/requests/r"))
+    cancellation = await scheduler.cancellations.get()
+    assert cancellation.request.request_id == "r"
+    # An earlier attachment would take the stream of a live request over.
+    assert scheduler.attachments.empty()
+    scheduler.found(cancellation, 0 in live)
+    attachment = await scheduler.attachments.get()
+    [first] = [one for one in sent if one.request_id == attachment.request_id]
+    if 0 in live:
+        scheduler.fail(attachment, grpc.StatusCode.CANCELLED, opaque=first.opaque)
+    else:
+        ids = http.stack.encode("fox")
+        scheduler.accept(attachment, first.opaque)
+        scheduler.write(attachment, 0, ids)
+        scheduler.end(attachment, len(ids))
+    for _ in range(2):
+        cancellation = await scheduler.cancellations.get()
+        prompt = int(cancellation.request.request_id.removeprefix("r-"))
+        scheduler.found(cancellation, prompt in live)
+    assert (await sending).status_code == status
+
+
+async def test_a_reader_of_several_prompts_sees_the_cancellation_by_its_id(http: Http) -> None:
+    """The gateway of the reader attaches to none of them."""
+    body = {"prompt": ["a", "b"], "stream": True, "resume_window_s": 60}
+    scheduler = http.stack.scheduler
+    async with http.stream("/v1/completions", body, x_request_id="r") as events:
+        sent = {one.request_id: one for one in [await http.submission() for _ in range(2)]}
+        for one in sent.values():
+            scheduler.accept(one)
+            scheduler.write(one, 0, http.stack.encode("fox"))
+        await events.next()
+        sending = asyncio.create_task(http.client.delete("/v1/requests/r"))
+        for request_id in ("r", "r-1"):
+            cancellation = await scheduler.cancellations.get()
+            assert cancellation.request.request_id == request_id
+            scheduler.found(cancellation, True)
+            scheduler.fail(sent[request_id], grpc.StatusCode.CANCELLED)
+        assert (await sending).status_code == 204
+        *_, last = await events.rest()
+    assert last.json()["error"]["message"] == "no"
+    assert scheduler.attachments.empty()
+
+
+async def test_a_request_is_cancelled_while_a_later_prompt_is_prepared(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = GenerationService.prepare
+    is_preparing, may_prepare = asyncio.Event(), asyncio.Event()
+
+    async def wait_and_prepare(
+        service: GenerationService, message: GenerationMessage, *args: Any
+    ) -> PreparedRequest:
+        if message.request_id == "r-1":
+            is_preparing.set()
+            await may_prepare.wait()
+        return await prepare(service, message, *args)
+
+    monkeypatch.setattr(GenerationService, "prepare", wait_and_prepare)
+    creating = http.start("/v1/completions", {"prompt": ["a", "b"]}, x_request_id="r")
+    await is_preparing.wait()
+    sending = asyncio.create_task(http.client.delete("/v1/requests/r"))
+    http.stack.scheduler.found(await http.stack.scheduler.cancellations.get(), False)
+    await refuse_attachment(http)
+    assert (await sending).status_code == 204
+    may_prepare.set()
+    assert (await creating).json()["error"]["code"] == "cancelled"
+    assert http.stack.scheduler.submissions.empty()
 
 
 async def test_ids_with_slashes_are_in_paths(http: Http) -> None:
@@ -205,8 +305,8 @@ async def test_ids_with_slashes_are_in_paths(http: Http) -> None:
     deleting = asyncio.create_task(http.client.delete("/v1/requests/a%2Fb"))
     cancellation = await scheduler.cancellations.get()
     assert cancellation.request.request_id == "a/b"
-    result = scheduler_pb2.CancellationResult(tag=cancellation.tag, found=True)
-    scheduler.send(cancellation_results=[result])
+    scheduler.found(cancellation, True)
+    await refuse_attachment(http)
     assert (await deleting).status_code == 204
     for request in (
         http.client.get("/v1/requests/a/b/events"),
@@ -449,6 +549,66 @@ async def test_merged_sources_that_fail_when_they_are_closed_end() -> None:
     await asyncio.sleep(0)
     async with asyncio.timeout(5):
         await items.aclose()
+
+
+def _overflowing(overflow: asyncio.Event) -> AsyncGenerator[int, None]:
+    """Two items of a request whose stream overflows later, which cancels its task."""
+
+    async def source() -> AsyncGenerator[int, None]:
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def cancel() -> None:
+            await overflow.wait()
+            task.cancel()
+
+        cancelling = asyncio.create_task(cancel())
+        try:
+            yield 0
+            yield 1
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ValueError("slow") from None
+        finally:
+            cancelling.cancel()
+
+    return source()
+
+
+@pytest.mark.parametrize("num_read", [1, 2])
+async def test_a_slow_reader_of_merged_sources_is_cancelled(num_read: int) -> None:
+    """In its write, while its source waits to be read or for the next event. Sources that overflow
+    at the same moment cancel it once."""
+    overflow, merge = asyncio.Event(), Merge[int]()
+    num_sources = 2
+    for _ in range(num_sources):
+        merge.add(_overflowing(overflow))
+
+    async def read() -> None:
+        async with aclosing(merge.items()) as items:
+            for _ in range(num_read * num_sources):
+                await anext(items)
+            # A write that blocks.
+            await asyncio.Event().wait()
+
+    reader = asyncio.create_task(read())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    overflow.set()
+    async with asyncio.timeout(5):
+        await asyncio.wait({reader})
+    assert reader.cancelled()
+    assert reader.cancelling() == 1
+
+
+async def test_a_reader_that_waits_gets_the_error_of_a_source_that_overflows() -> None:
+    overflow, merge = asyncio.Event(), Merge[int]()
+    merge.add(_overflowing(overflow))
+    async with asyncio.timeout(5), aclosing(merge.items()) as items:
+        assert [await anext(items), await anext(items)] == [0, 1]
+        asyncio.get_running_loop().call_soon(overflow.set)
+        with pytest.raises(ValueError, match="slow"):
+            await anext(items)
 
 
 async def test_a_grpc_client_at_the_http_port_ends_with_a_hint(http: Http) -> None:

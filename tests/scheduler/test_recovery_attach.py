@@ -150,6 +150,26 @@ async def test_a_cancelled_request_stays_cancelled_unless_a_new_client_submits_i
         assert received.is_whole
 
 
+async def test_a_request_that_is_about_to_end_as_cancelled_is_not_taken_over(redis_url, sockets):
+    """By who asks for its state, while its reader waits for the end."""
+    worker = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}) as stack:
+        gateway, other = await stack.gateway(), await stack.gateway()
+        worker.hold_after = 3
+        original = gateway.received[await gateway.submit(prompt(9), max_tokens=50, opaque=b"mine")]
+        await has_tokens(original, 1)
+        await until(lambda: worker.is_held_back, "a step that is held back")
+        await gateway.cancel(original.submission.attachment)
+        [group] = stack.engine.live.values()
+        await until(lambda: group.error is not None, "the cancellation")
+        [received] = await other.wait_ended(await other.attach(original))
+        assert not original.is_ended
+        assert (received.failure.code, received.failure.opaque) == (CANCELLED, b"mine")
+        worker.gate.set()
+        [received] = await gateway.wait_ended()
+        assert received.failure.code == CANCELLED
+
+
 async def test_a_request_begins_again_while_its_cancelled_one_ends(redis_url, sockets):
     """As a client sends it again that has lost its connection, which cancelled it."""
     async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:

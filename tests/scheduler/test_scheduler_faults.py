@@ -8,6 +8,7 @@ import pytest
 from checking_worker import CheckingWorker
 from scheduler_stack import (
     INTERNAL,
+    Gateway,
     Received,
     ReceivedChoice,
     Stack,
@@ -23,6 +24,7 @@ from scheduler_svc.engine.dispatcher import Dispatcher
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.submission_conversion import record_of
+from scheduler_svc.store.errors import StoreUnavailable
 from scheduler_svc.store.requests import OutputRange, RecordOutcome, RequestKey, RequestRecord
 from scheduler_svc.store.store import Store
 from scheduler_svc.store.types import PrefixMatch
@@ -91,8 +93,10 @@ async def test_a_lane_that_ends_during_a_match_is_assigned_nothing(redis_url, so
             assert received.token_ids == received.tokens(4)
 
 
-async def test_a_request_that_is_recorded_slowly_delays_no_other(redis_url, sockets, monkeypatch):
-    """As if only the part of Redis with its id did not respond."""
+def hold_slow_records(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> asyncio.Event:
+    """Record requests whose ids begin with "slow" only after the event, or raise the error."""
     record, may_record = Store.record, asyncio.Event()
 
     async def slow_record(
@@ -100,9 +104,25 @@ async def test_a_request_that_is_recorded_slowly_delays_no_other(redis_url, sock
     ) -> list[RecordOutcome]:
         if any(one.key.request_id.startswith("slow") for one in records):
             await may_record.wait()
+            if error is not None:
+                raise error
         return await record(store, records, *args)
 
     monkeypatch.setattr(Store, "record", slow_record)
+    return may_record
+
+
+async def cancel_by_id(gateway: Gateway, request_id: str, tag: int) -> bool:
+    """Cancel a request; return whether it was found."""
+    key = scheduler_pb2.RequestKey(request_id=request_id)
+    await gateway.send(cancellations=[scheduler_pb2.Cancellation(request=key, tag=tag)])
+    await until(lambda: tag in gateway.cancelled, "the result")
+    return gateway.cancelled[tag]
+
+
+async def test_a_request_that_is_recorded_slowly_delays_no_other(redis_url, sockets, monkeypatch):
+    """As if only the part of Redis with its id did not respond."""
+    may_record = hold_slow_records(monkeypatch)
     async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
         gateway = await stack.gateway()
         running = await gateway.submit(prompt(9), seed=1, max_tokens=100_000)
@@ -124,6 +144,52 @@ async def test_a_request_that_is_recorded_slowly_delays_no_other(redis_url, sock
         assert info_of(gateway.received[slow[0]].failure).reason == "CANCELLED"
         assert not gateway.received[slow[1]].is_ended
         await serves(stack)
+
+
+@pytest.mark.parametrize("error", [None, StoreUnavailable("no reply")])
+async def test_a_request_is_cancelled_by_its_id_while_it_is_recorded(
+    redis_url, sockets, monkeypatch, error
+):
+    """By any gateway. One that is not recorded fails as cancelled, and so is not sent again."""
+    monkeypatch.setattr("scheduler_svc.gateway.submissions.RECORD_TIMEOUT_S", 0)
+    may_record = hold_slow_records(monkeypatch, error)
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway, other = await stack.gateway(), await stack.gateway()
+        sent = [
+            await gateway.submit(prompt(9), max_tokens=100, request_id="slow") for _ in range(2)
+        ]
+        pending = stack.member.term.handler._submissions.pending
+        await until(lambda: pending._counts.total() == len(sent), "the submissions")
+        assert await cancel_by_id(other, "slow", 1)
+        assert await cancel_by_id(gateway, "slow", 2)
+        assert not await cancel_by_id(other, "unknown", 3)
+        may_record.set()
+        for received in await gateway.wait_ended(*sent):
+            assert info_of(received.failure).reason == "CANCELLED"
+        await until(lambda: not pending._counts, "the ends of the submissions")
+        assert not pending._cancelled
+        assert not await cancel_by_id(other, "slow", 4)
+
+
+async def test_a_resubmitted_request_that_is_recorded_slowly_ends_at_its_stop_strings(
+    redis_url, sockets, monkeypatch
+):
+    """As after a loss of its record: its gateway has found the stop strings before."""
+    may_record = hold_slow_records(monkeypatch)
+    async with running_stack(redis_url, sockets, {"a": CheckingWorker(1)}) as stack:
+        gateway = await stack.gateway()
+        fields = {"request_id": "slow", "n": 3, "again": True}
+        attachment = await gateway.submit(prompt(9), max_tokens=50, **fields)
+        finishes = [
+            scheduler_pb2.Finish(attachment=attachment, choice=choice, num_tokens=num_tokens)
+            for choice, num_tokens in ((0, 2), (2, 3))
+        ]
+        await gateway.send(finishes=finishes)
+        # A later frame was applied.
+        await gateway.wait_ended(await gateway.submit(prompt(9)))
+        may_record.set()
+        [received] = await gateway.wait_ended(attachment)
+    assert [choice.end.num_tokens for choice in received.choices] == [2, 50, 3]
 
 
 async def test_equal_prompts_run_side_by_side_although_caching_is_off(redis_url, sockets):

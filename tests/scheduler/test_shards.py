@@ -433,8 +433,9 @@ async def test_a_tenant_keeps_its_limit_if_no_shards_can_be_added(
     assert all(received.accepted for received in sent)
 
 
+@pytest.mark.parametrize("by_id", [False, True], ids=["by its gateway", "by its id"])
 async def test_a_request_that_waits_for_room_can_be_cancelled(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, by_id: bool
 ) -> None:
     ask, num_waiting, have_both_come = TenantExchange.ask, 0, asyncio.Event()
 
@@ -459,11 +460,24 @@ async def test_a_request_that_waits_for_room_can_be_cancelled(
     num_waiting = 0
     have_both_come.clear()
     late = await submit_limited(one, 5)
-    await one.cancel(late.submission.attachment)
+    term = stack.scheduler.shards[1].term
+    if by_id:
+        submitted = late.submission
+        key = scheduler_pb2.RequestKey(
+            principal=submitted.principal, request_id=submitted.request_id
+        )
+        await one.send(cancellations=[scheduler_pb2.Cancellation(request=key, tag=1)])
+        await until(lambda: bool(one.cancelled), "the result")
+        assert one.cancelled == {1: True}
+    else:
+        await one.cancel(late.submission.attachment)
     last = await submit_limited(one, 6)
     await until(lambda: last.failure is not None, "the refusal")
-    assert not is_decided(late)
-    term = stack.scheduler.shards[1].term
+    if by_id:
+        assert late.failure is not None
+        assert info_of(late.failure).reason == "CANCELLED"
+    else:
+        assert not is_decided(late)
     assert not term.engine.live
     for checking, _ in stack.workers.values():
         checking.gate.set()

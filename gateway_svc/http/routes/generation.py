@@ -12,6 +12,7 @@ from gateway_svc.http.bodies.chat import ChatRequest
 from gateway_svc.http.bodies.completion import CompletionRequest
 from gateway_svc.http.bodies.fields import GenerationMessage, request_id_of
 from gateway_svc.http.bodies.sampling import SamplingFields
+from gateway_svc.http.cancellation import cancel_prompts
 from gateway_svc.http.context import RequestContext
 from gateway_svc.http.dialects import ANTHROPIC
 from gateway_svc.http.errors import CHAT_NAMES
@@ -126,8 +127,8 @@ class GenerationRoutes:
         return GenerationResponse(request_id, run, {"next_token_indices": "Last-Event-ID"})
 
     async def cancel_request(self, request_id: str, request: Request) -> Response:
-        """End a live request."""
-        await self._service.cancel(request_id, self._context.tenant(request))
+        """End a live request with all its prompts."""
+        await cancel_prompts(request_id, self._context.tenant(request), self._service)
         return Response(status_code=204)
 
     def make_format(self, update: PromptUpdate) -> Format:
