@@ -56,9 +56,7 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         raise FormatError(f"{whole}must be an object or true")
     dialect = schema.get("$schema")
     try:
-        # References may name one part in several ways; it is changed once.
-        found = {id(part): (path, part) for path, part in document_parts(schema, root).items()}
-        for path, part in found.values():
+        for path, part in document_parts(schema, root).items():
             prepare(path, part, dialect if isinstance(dialect, str) else "")
         by_path = document_parts(schema, root)
     except RecursionError as error:

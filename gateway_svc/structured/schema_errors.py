@@ -71,7 +71,7 @@ def largest_part(schema: dict[str, Any], root: str) -> str:
     """The keyword that has most values, with its place."""
     sizes = [
         (len(value), f"the keyword {keyword} at {path}")
-        for path, part in parts(schema, root)
+        for path, part in parts(schema, root, set())
         for keyword, value in part.items()
         if isinstance(value, dict | list)
     ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -20,6 +21,7 @@ from gateway_svc.structured import schema_errors
 from gateway_svc.structured.compiler import StructuredOutputCompiler
 from gateway_svc.structured.patterns import of_schema as prepared_pattern
 from gateway_svc.structured.schema_options import ExclusiveOptions
+from gateway_svc.structured.schema_parts import document_parts
 from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
@@ -84,6 +86,7 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "$ref at #/items is #/x, within",
         ),
         ({"$ref": "#/x/+0", "x": [OUTSIDE]}, "$ref at # is #/x/+0, where no schema is"),
+        ({"$ref": "#/x/00", "x": [NULL]}, "$ref at # is #/x/00, where no schema is"),
         ({"$ref": "http://c/d", "contentSchema": {"$id": "http://c/d", **OUTSIDE}}, "$ref at #"),
         ({"$ref": "#x", "$defs": {"a": {"$anchor": "x"}}}, "$ref at # is #x, an anchor, which is"),
         ({"pattern": "a\\"}, "pattern at # ends in a backslash that escapes nothing: a\\; remove"),
@@ -388,8 +391,28 @@ def test_a_mark_beside_a_class_is_one_of_the_set(compiler: StructuredOutputCompi
 
 
 def test_a_part_with_two_places_is_changed_once(compiler: StructuredOutputCompiler) -> None:
-    schema = {"anyOf": [{"$ref": "#/x/0"}, {"$ref": "#/x/00"}], "x": [{"pattern": '^[^"]$'}]}
+    places = ("#/x~/0", "#/x~0/0", "#/x~/%30")
+    schema = {"anyOf": [{"$ref": one} for one in places], "x~": [{"pattern": '^[^"]$'}]}
     assert accepts(definition_of(compiler, of_schema(schema)), '"a"')
+
+
+def test_a_part_is_found_once_however_references_spell_its_place() -> None:
+    part = {"properties": {str(at): {} for at in range(100)}}
+    names = ["".join(pair) for pair in product(("~", "~0", "%7E", "%7e0"), repeat=2)]
+    places = [
+        *(f"#/$defs/{name}{end}" for name in names for end in ("", "/properties/5")),
+        *(f"#/x/{'0' * zeros}{end}" for zeros in (1, 2, 9) for end in ("", "/properties/5")),
+        *("#/x", "#/%78", "#x", "#y", "", "#"),
+    ]
+    schema = {
+        "anyOf": [{"$ref": place} for place in places],
+        "$defs": {"~~": part},
+        "x": [json.loads(json.dumps(part))],
+    }
+    found = document_parts(schema, "#")
+    assert len(found) == 1 + len(places) + 2 * (1 + 100)
+    assert len({id(one) for one in found.values()}) == len(found)
+    assert {"#/$defs/~0~0", "#/x/0/properties/5"} <= found.keys()
 
 
 def test_the_search_for_a_keyword_ends(compiler: StructuredOutputCompiler) -> None:
