@@ -72,6 +72,12 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"items": {"$id": "#", **NULL}}, "$id at #/items is that of another schema, too"),
         ({"$id": "http://a/b", "items": {"$id": "b", **NULL}}, "$id at #/items is that of another"),
         ({"prefixItems": [{"$id": "x"}, {"$id": "./x"}]}, "$id at #/prefixItems/1 is that of"),
+        (
+            {"$id": "http://[x", **OBJECT},
+            "$id at # is http://[x, which is no address: Invalid IPv6 URL",
+        ),
+        ({"items": {"$id": "//[x"}}, "$id at #/items is //[x, which is no address"),
+        ({"$ref": f"#/x/{'9' * 5000}", "x": [NULL]}, "$ref at # is #/x/9999"),
         ({"dependentRequired": {"items": ["a"]}}, "dependentRequired at # is not supported"),
         *(
             ({"$ref": f"{address}#/x", "$id": "http://a/b", "x": OUTSIDE}, "$ref at # is")
