@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.service.errors import RequestError
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
 VERSION_4 = "http://json-schema.org/draft-04/schema#"
 NULL = {"type": "null"}
+NUMBER = {"type": "number"}
 # The library has no such number, and compiling the schema would end the process.
 OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}
 URI = {"type": "string", "format": "uri"}
@@ -44,6 +46,13 @@ DOGS = {**OBJECT, "properties": {"is": {"enum": ["dog"]}, "of": CATS}, "required
 CAT_OR_DOG = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
 PETS = {"cat": CATS, "dog": DOGS, "pet": CAT_OR_DOG}
 MERGED = "merges too many patterns and formats: a value may have 10"
+# What is merged with the keywords beside it.
+MERGING: tuple[Callable[[Any], dict[str, Any]], ...] = (
+    lambda schema: {"allOf": [schema]},
+    lambda schema: {"anyOf": [NULL, schema]},
+    lambda schema: {"oneOf": [schema, NULL]},
+    lambda schema: {"anyOf": [NULL, {"$ref": "#/$defs/a"}], "$defs": {"a": schema}},
+)
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +194,18 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"allOf": [{"type": "integer"}, OUTSIDE]}, "maximum at #/allOf/1 is"),
         ({"$ref": "#/foo/%62ar", "foo": {"bar": OUTSIDE}}, "maximum at #/foo/bar is"),
         ({"multipleOf": -2}, "multipleOf at # is -2"),
+        *(
+            ({"multipleOf": 251, **around({"multipleOf": 199})}, "multipleOf at # is too large")
+            for around in MERGING
+        ),
+        *(
+            ({"exclusiveMinimum": 1, **around({"maximum": 1.5})}, "exclusiveMinimum at # is not")
+            for around in MERGING
+        ),
+        (
+            {"properties": {"a": {"minimum": 1.5}}, "anyOf": [with_a({"exclusiveMaximum": 2})]},
+            "exclusiveMaximum at # is not supported with a whole number and another bound",
+        ),
         ({"items": [NULL]}, "items at # is a list; use prefixItems"),
         ({"type": "integer", "exclusiveMaximum": True}, "exclusiveMaximum at # is no number"),
         ({"const": {"a": [2**53 + 1]}}, "const at # has the number 9007199254740993"),
@@ -328,6 +349,22 @@ def test_what_is_no_schema_is_refused(
         {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
         {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
         {"enum": ["a"], "format": "password"},
+        # Numbers that nothing merges, with alternatives beside other keywords.
+        {
+            **OBJECT,
+            "properties": {"a": {"exclusiveMinimum": 1, **NUMBER}, "b": {"maximum": 1.5, **NUMBER}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        {
+            "title": "A",
+            "default": None,
+            "anyOf": [
+                {"exclusiveMinimum": 1, "multipleOf": 199, **NUMBER},
+                {"maximum": 0.5, "multipleOf": 251, **NUMBER},
+                NULL,
+            ],
+            "type": ["number", "null"],
+        },
     ],
 )
 def test_outputs_are_valid(compiler: StructuredOutputCompiler, schema: dict[str, Any]) -> None:
