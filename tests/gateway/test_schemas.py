@@ -26,6 +26,7 @@ from gateway_svc.structured.schema_parts import document_parts
 from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
+VERSION_2019 = "https://json-schema.org/draft/2019-09/schema"
 VERSION_4 = "http://json-schema.org/draft-04/schema#"
 NULL = {"type": "null"}
 NUMBER = {"type": "number"}
@@ -347,6 +348,17 @@ def test_what_is_no_schema_is_refused(
         {"allOf": [{"required": ["a"], "maxProperties": 2}, {"minProperties": 2}], **OBJECT},
         {"type": "boolean", "minProperties": 5},
         {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
+        *(
+            {
+                "$schema": VERSION_2019,
+                "type": "array",
+                "items": [NULL],
+                "unevaluatedItems": False,
+                "maxItems": 3,
+                **more,
+            }
+            for more in ({}, {"additionalItems": {"type": "boolean"}})
+        ),
         {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
         {"enum": ["a"], "format": "password"},
         # Numbers that nothing merges, with alternatives beside other keywords.
