@@ -250,9 +250,10 @@ def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:
 
 def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
     if not form.trigger:
-        # Text that does not begin like a call.
+        # Text that does not begin like a call, in front of which the parser skips white space.
         first = form.opening or form.begin.format(name="")[:1]
-        other = {"type": "regex", "pattern": f"([^\\{first}](.|\\n)*)?"}
+        pattern = f"[ \\t\\r\\n]*([^ \\t\\r\\n\\{first}](.|\\n)*)?"
+        other = {"type": "regex", "pattern": pattern}
         return {"type": "or", "elements": [_calls(form, tags, is_single), other]}
     if not form.opening:
         return {

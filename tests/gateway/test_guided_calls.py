@@ -16,7 +16,7 @@ from gateway_svc.output_formats.calls import Tools
 from gateway_svc.output_formats.formats import TOOL_FORMATS, ModelFormats
 from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
 from gateway_svc.output_formats.parser import OutputParser, ParserOptions
-from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, joined
+from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, Piece, joined
 from gateway_svc.structured.structural_tags import structural_tag_to_lark
 from quire.service.grammars import GrammarVocabulary
 from quire.v1.conversation_pb2 import (
@@ -115,6 +115,11 @@ def test_random_calls_are_read_as_calls(
         check_cuts(name, text)
 
 
+def parsed(name: str, tools: Tools, text: str) -> list[Piece]:
+    parser = OutputParser(ParserOptions(name, None, False, tools))
+    return joined([*parser.push(text), *parser.flush()])
+
+
 def check_cuts(name: str, text: str) -> None:
     """No part of a forced call is content, wherever the output ends."""
     for at in range(len(text)):
@@ -166,6 +171,18 @@ def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
     ]:
         grammar = matcher(are_special, name, "", TOOLS, False, False)
         assert accepts(grammar, are_special, one) == is_valid, one
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+def test_free_text_is_never_read_as_a_call_that_begins_the_output(name: str) -> None:
+    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    call = f"[{call}]" if name == "json" else call
+    for space in ("", " ", "\n", "\t\r\n "):
+        grammar = matcher(False, name, "", TOOLS, False, False)
+        assert not accepts(grammar, False, space + call), space
+    for text in ("", " ", "\n So.", f"So: {call}", f" <|python_tag|>{call}"):
+        assert accepts(matcher(False, name, "", TOOLS, False, False), False, text), text
+        assert parsed(name, Tools(SCHEMAS, True), text) == [Content(text)] * bool(text)
 
 
 @pytest.mark.parametrize(
