@@ -285,7 +285,10 @@ def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:
 def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
     """Arguments that are written one by one, in the order of the schema. Any if there is none."""
     if not tool.schema:
-        return _ANY_TEXT
+        before, between, behind = around
+        one = _sequence(_any_text(before, between), _any_text("", behind))
+        tag = {"type": "tag", "begin": "", "content": one, "end": ""}
+        return {"type": "tags_with_separator", "tags": [tag], "separator": ""}
     properties = tool.schema.get("properties", {})
     if not isinstance(properties, dict) or {"$ref", "oneOf", "anyOf", "allOf"} & set(tool.schema):
         raise UnguidedError(
@@ -306,15 +309,33 @@ def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
 def _argument(around: tuple[str, str, str], key: str, schema: Any, root: Mapping[str, Any]) -> Node:
     begin, end = f"{around[0]}{key}{around[1]}", around[2]
     texts = json_text.plain_values(schema)
+    plain = [(key, _marker(around[1])), *((text, _marker(end)) for text in texts or ())]
+    for shown, marker in plain:
+        if marker in shown:
+            raise UnguidedError(f"{shown!r:.80} has {marker}, which ends it in this model's format")
     if texts:
         content: Node = {"type": "or", "elements": [_text(text) for text in texts]}
     elif texts is not None:
-        content = _ANY_TEXT
+        return _any_text(begin, end)
     else:
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
         schema = {**schema, **definitions} if isinstance(schema, dict) else schema
         content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _any_text(begin: str, end: str) -> Node:
+    """Any text, which ends where it does for the parser: at the first marker of `end`. A line feed
+    in front of the marker is the text's."""
+    marker = _marker(end)
+    text = {"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": marker}
+    return _sequence(text, _text(end.partition(marker)[2]))
+
+
+def _marker(end: str) -> str:
+    """The first marker of what follows a text."""
+    found, mark, _ = end.lstrip("\n").partition(">")
+    return found + mark
 
 
 def _text(value: str) -> Node:

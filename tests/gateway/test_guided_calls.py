@@ -345,6 +345,67 @@ def test_a_value_that_may_be_more_than_a_string_is_read_as_json(name: str) -> No
         assert arguments["warm"] == "null"
 
 
+def written_call(name: str, tool: str, **arguments: str) -> str:
+    """A call in a format that writes arguments one by one, with values as they are."""
+    if name == "glm":
+        parts = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>{tool}\n{''.join(parts)}</tool_call>"
+    parts = (f"<parameter={key}>\n{value}</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={tool}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+ENDS = {"glm": "</arg_value>", "qwen3_coder": "</parameter>"}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
+def test_a_value_ends_for_the_grammar_where_it_does_for_the_parser(
+    name: str, is_forced: bool
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "any": {"type": ["string", "null", "array"]}},
+        "required": ["text", "any"],
+    }
+    tools = [GuidedTool("f", schema)]
+    known = Tools({"f": schema}, True, held_names=frozenset({"f"}))
+    end, space = ENDS[name], "" if name == "glm" else "\n"
+    for plain, value in [
+        (f"a{space}", "a"),
+        (space, ""),
+        (f"<a>\n</a>\n{space}", "<a>\n</a>\n"),
+        ("Paris", "Paris"),
+    ]:
+        for quoted in (f'"\\" {end}\\n<b>"', "null", f'["{end}", "]"]'):
+            text = written_call(name, "f", text=plain, any=f"{quoted}{space}")
+            assert accepts(matcher(False, name, "", tools, is_forced, False), False, text), text
+            pieces = parsed(name, known, text)
+            assert [type(piece) for piece in pieces] == [CallStart, Arguments, CallEnd], text
+            arguments = "".join(one.text for one in pieces if isinstance(one, Arguments))
+            assert json.loads(arguments) == {"text": value, "any": json.loads(quoted)}
+    for plain in (f"a{end}b", f"a{end}{end}", f"{end} "):
+        text = written_call(name, "f", text=f"{plain}{space}", any=f"null{space}")
+        assert not accepts(matcher(False, name, "", tools, is_forced, False), False, text), text
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_no_call_of_a_strict_tool_is_within_one_of_another_tool(name: str) -> None:
+    tools = [GuidedTool("f", {}), GuidedTool("weather", WEATHER)]
+    space = "" if name == "glm" else "\n"
+    broken = written_call(name, "weather", city=f"Rome{space}")
+    for inner, is_valid in [({}, True), ({"a": f"1{space}", "b": f" {broken[:11]}"}, True)]:
+        text = written_call(name, "f", **inner)
+        assert accepts(matcher(False, name, "", tools, False, False), False, text) == is_valid
+    for text in (
+        written_call(name, "f", a=f"1{space}") + broken,
+        written_call(name, "f").replace("</", f"-{broken}\n</", 1),
+    ):
+        assert not accepts(matcher(False, name, "", tools, False, False), False, text), text
+
+
 def test_a_parser_knows_whose_arguments_follow_their_schemas() -> None:
     messages = [Message(role="user", content="x")]
     offered = [Tool(name="f", strict=True), Tool(name="g")]
@@ -384,6 +445,13 @@ def test_tools_that_are_not_strict_get_arguments_beside_those_that_are(name: str
 def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
     with pytest.raises(UnguidedError, match="the schema of f has keywords other than properties"):
         structural_tag("glm", "", [GuidedTool("f", {"anyOf": [{}]})], True, True)
+    for name, properties, marker in [
+        ("glm", {"a</arg_key>b": {}}, "</arg_key>"),
+        ("qwen3_coder", {"a>b": {}}, ">"),
+        ("qwen3_coder", {"a": {"enum": ["</parameter>"]}}, "</parameter>"),
+    ]:
+        with pytest.raises(UnguidedError, match=f"has {marker}, which ends it"):
+            structural_tag(name, "", [GuidedTool("f", {"properties": properties})], True, True)
     for required in (5, [[]]):
         schema = {"properties": {"a": {}}, "required": required}
         with pytest.raises(UnguidedError, match="`required` in the schema of f is no list"):
