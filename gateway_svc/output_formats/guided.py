@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.output_formats import deepseek, harmony, json_text
+from gateway_svc.output_formats.argument_schemas import closed, moved
 from gateway_svc.output_formats.formats import HARMONY, JSON
 
 # A format of a structural tag: its type, and fields of that type.
@@ -141,7 +142,7 @@ _FORMS = {
 
 def _tag(form: _Form, tool: GuidedTool) -> Node:
     if form.argument is None:
-        schema = _closed(tool.schema) or _ANY_OBJECT
+        schema = closed(tool.schema) or _ANY_OBJECT
         content: Node = {"type": "json_schema", "json_schema": schema}
     else:
         content = _arguments(form.argument, tool)
@@ -156,7 +157,7 @@ def _tag(form: _Form, tool: GuidedTool) -> Node:
 def _json_call(tool: GuidedTool) -> Node:
     """A call that is JSON as a whole, so that it and other JSON are read alike up to where they
     differ."""
-    parameters = _moved(_closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
+    parameters = moved(closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
     properties = {"name": {"const": tool.name}, "parameters": parameters}
     schema = {
         "type": "object",
@@ -169,71 +170,6 @@ def _json_call(tool: GuidedTool) -> Node:
         schema["$schema"] = tool.schema["$schema"]
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": "", "content": content, "end": ""}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with references within itself, for this place in another one."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _MAPPINGS and isinstance(value, Mapping):
-            result[keyword] = {name: _moved(part, place) for name, part in value.items()}
-        else:
-            result[keyword] = value if keyword in _DATA else _moved(value, place)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        result["$ref"] = place + reference[1:]
-    return result
-
-
-def _closed(schema: Mapping[str, Any]) -> Any:
-    """The schema without properties that it does not name, unless it says what these are: a model
-    that is held to a schema would add some. All values follow the given schema; one in which
-    several schemas apply to an object is left as it is."""
-    return _without_others(schema) if _is_plain(schema) else schema
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if not isinstance(value, Mapping):
-        return True
-    if _COMBINING & set(value) or ("$ref" in value and "properties" in value):
-        return False
-    if "anyOf" in value and "properties" in value:
-        return False
-    return all(map(_is_plain, value.values()))
-
-
-def _without_others(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_others(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            result[keyword] = {name: _without_others(part) for name, part in value.items()}
-        else:
-            result[keyword] = _without_others(value) if keyword in _SCHEMAS else value
-    if isinstance(result.get("properties"), dict) and not _OTHERS & set(schema):
-        required = schema.get("required")
-        for name in required if isinstance(required, list) else ():
-            if isinstance(name, str):
-                result["properties"].setdefault(name, True)
-        result["additionalProperties"] = False
-    return result
-
-
-_COMBINING = frozenset({"allOf", "oneOf", "not", "if", "dependentSchemas"})
-_SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "definitions"})
-_MAPPINGS = _SCHEMAS_BY_NAME | {"patternProperties"}
-_DATA = frozenset({"const", "enum"})
-_SCHEMAS = frozenset({"items", "prefixItems", "anyOf"})
-_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 
 
 def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:
