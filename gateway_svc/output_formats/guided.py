@@ -46,6 +46,8 @@ class _Form:
     closing: str = ""
     # In free output, what begins with it is a call. Empty: calls can only begin the output.
     trigger: str = ""
+    # In free output, calls may begin with this, without what `begin` has in front of it.
+    bare: str = ""
     # Arguments are written one by one: what is in front of a key, between it and the value, and
     # behind the value. Otherwise they are JSON.
     argument: tuple[str, str, str] | None = None
@@ -129,6 +131,7 @@ _FORMS = {
         "</function>\n</tool_call>",
         "\n",
         trigger="<tool_call>",
+        bare="<function=",
         argument=("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     HARMONY: _Form(
@@ -191,6 +194,8 @@ def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
         pattern = f"[ \\t\\r\\n]*([^ \\t\\r\\n\\{first}](.|\\n)*)?"
         other = {"type": "regex", "pattern": pattern}
         return {"type": "or", "elements": [_calls(form, tags, is_single), other]}
+    if form.bare:
+        return _free_or_bare(form, tags, is_single)
     if not form.opening:
         return {
             "type": "triggered_tags",
@@ -202,6 +207,24 @@ def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
     block = {"type": "tag", "begin": form.opening, "content": calls["elements"][1], "end": ""}
     block["end"] = form.closing
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": [block]}
+
+
+def _free_or_bare(form: _Form, tags: list[Node], is_single: bool) -> Node:
+    """Text in which calls may lack what is around them: one part for both kinds, which has the
+    schemas."""
+    before = form.begin.partition(form.bare)[0]
+    ends = [form.end, _marker(form.end)]
+    starts = [
+        _any_text("", before + form.bare),
+        {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": form.bare},
+    ]
+    calls = [
+        {**tag, "begin": tag["begin"].removeprefix(before + form.bare), "end": ends} for tag in tags
+    ]
+    elements = [{"type": "or", "elements": one} for one in (starts, calls)]
+    one = {"type": "tag", "begin": "", "content": _sequence(*elements), "end": ""}
+    several = {"tags": [one], "separator": "", "stop_after_first": is_single}
+    return _sequence({"type": "tags_with_separator", **several}, _ANY_TEXT)
 
 
 def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:

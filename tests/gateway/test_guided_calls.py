@@ -61,12 +61,12 @@ def vocabulary(are_special: bool) -> GrammarVocabulary:
 
 def matcher(are_special: bool, *args: Any, **kwargs: Any) -> LLMatcher:
     found = vocabulary(are_special)
-    source = structural_tag_to_lark(structural_tag(*args, **kwargs), found.tokenizer)
+    source = structural_tag_to_lark(structural_tag(*args, **kwargs), found.special_tokenizer)
     return found.compile(LLMatcher.grammar_from_lark(source.text))
 
 
 def accepts(matcher: LLMatcher, are_special: bool, text: str) -> bool:
-    token_ids = vocabulary(are_special).tokenizer.tokenize_str(text, parse_special=True)
+    token_ids = vocabulary(are_special).special_tokenizer.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
@@ -98,7 +98,7 @@ def test_random_calls_are_read_as_calls(
         if name == "harmony":
             # Its reasoning is any text.
             skip = "<|channel|>commentary to=functions."
-            ids = vocabulary(are_special).tokenizer.tokenize_str(skip, parse_special=True)
+            ids = vocabulary(are_special).special_tokenizer.tokenize_str(skip, parse_special=True)
             assert grammar.try_consume_tokens(ids) == len(ids)
             text = skip + generated(grammar, are_special, source)
         else:
@@ -171,6 +171,35 @@ def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
     ]:
         grammar = matcher(are_special, name, "", TOOLS, False, False)
         assert accepts(grammar, are_special, one) == is_valid, one
+
+
+@pytest.mark.parametrize("are_special", [False, True], ids=["text", "special"])
+def test_a_call_without_its_outer_marker_follows_its_schema(are_special: bool) -> None:
+    name, known = "qwen3_coder", Tools(SCHEMAS, True, held_names=frozenset(SCHEMAS))
+    call = FREE[name].removeprefix("So:\n")
+    bare = call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    for text, num_calls in [
+        (bare, 1),
+        (f"So: {bare}\n</tool_call>\n{bare}", 2),
+        (f"{call}\n{bare} <function {call}", 3),
+        ("a <function b", 0),
+    ]:
+        grammar = matcher(are_special, name, "", TOOLS, False, False)
+        assert accepts(grammar, are_special, text), text
+        pieces = parsed(name, known, text)
+        found = [one.text for one in pieces if isinstance(one, Arguments)]
+        assert found == [ARGUMENTS] * num_calls
+    wrong = bare.replace("Bern", "Rome")
+    for text in (
+        wrong,
+        f"So: {call}\n{bare}\n{wrong}",
+        bare.replace("weather", "other"),
+        bare.replace("\n<parameter=city>\nBern\n</parameter>", ""),
+        f"<tool_call>So: {bare}",
+        f"{bare}<tool_call>So",
+    ):
+        grammar = matcher(are_special, name, "", TOOLS, False, False)
+        assert not accepts(grammar, are_special, text), text
 
 
 @pytest.mark.parametrize("name", ["llama3", "json"])
