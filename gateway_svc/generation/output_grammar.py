@@ -106,8 +106,8 @@ async def _of_tools(
     except UnguidedError as error:
         raise invalid(_TOOLS, "UNGUIDED_TOOL", f"cannot be guided: {error}") from error
     except RequestError as error:
-        _check_quantifiers(tools)
         await _refuse_schema(tools, model.structured, principal)
+        _check_quantifiers(tools)
         raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -26,6 +27,8 @@ SCHEMAS: Final = frozenset(
 _VERSION_4: Final = re.compile(r"draft-0[34]\b")
 # Of a list: no document has more items. Other spellings of a number, such as 00, are none.
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+# Of all places of a schema, each of which has the names around it: a long one would take gigabytes.
+_MAX_CHARACTERS: Final = 2**24
 
 
 def is_version_4(dialect: str) -> bool:
@@ -37,10 +40,27 @@ def refused(keyword: str, path: str, reason: str) -> FormatError:
     return FormatError(f"the keyword {keyword} at {path} {reason}")
 
 
-def parts(schema: Any, path: str, searched: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+@dataclass
+class Searched:
+    """Places that were searched for schemas."""
+
+    places: set[str] = field(default_factory=set)
+    _num_characters: int = 0
+
+    def add(self, path: str) -> None:
+        """FormatError if all are too long together."""
+        self.places.add(path)
+        self._num_characters += len(path)
+        if self._num_characters > _MAX_CHARACTERS:
+            raise FormatError(
+                f"has many schemas in one with a long name, at {path:.80}…; shorten it"
+            )
+
+
+def parts(schema: Any, path: str, searched: Searched) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas within a schema, itself first, each with its place. What is at the places
     `searched` is left out; those of this schema are added to them."""
-    if path in searched:
+    if path in searched.places:
         return
     searched.add(path)
     if isinstance(schema, list):
@@ -61,7 +81,7 @@ def parts(schema: Any, path: str, searched: set[str]) -> Iterator[tuple[str, dic
 def document_parts(schema: Mapping[str, Any], root: str) -> dict[str, dict[str, Any]]:
     """The schemas within a document, and those that its references lead to outside of keywords,
     such as `#/components/schemas/city`, by their places. `root` is that of the document."""
-    searched: set[str] = set()
+    searched = Searched()
     found = dict(parts(schema, root, searched))
     new = [*found.values()]
     while new:

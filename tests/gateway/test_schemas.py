@@ -40,6 +40,8 @@ WIDE_MERGES = {
     "$defs": {"a": {"type": "object", "properties": {f"k{at}": URI for at in range(400)}}},
     "prefixItems": [{"$ref": "#/$defs/a", "x": 1}] * 2000,
 }
+# Places of parts would take gigabytes.
+LONG_NAME = {"$defs": {"a" * 50_000: {"anyOf": [{}] * 15_000}}}
 OBJECT = {"type": "object"}
 CLOSED = {**OBJECT, "additionalProperties": False}
 CATS = {**OBJECT, "properties": {"is": {"const": "cat"}}, "required": ["is"]}
@@ -250,6 +252,7 @@ def test_a_refused_schema_names_its_keyword(
         ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
         (f'{{"maximum": {10**400}}}', "is too large"),
         ('{"items": ' * 200 + "{}" + "}" * 200, "is nested too deeply"),
+        (json.dumps(LONG_NAME), "has many schemas in one with a long name, at #/$defs/aaaa"),
         (json.dumps(WIDE_MERGES), "merges too many properties that have patterns or formats"),
         (r'{"const": "\ud800"}', "surrogate"),
         (r'{"properties": {"\udfff": {}}}', "surrogate"),
