@@ -91,7 +91,6 @@ async def _of_tools(
     is_named = conversation.tool_choice.WhichOneof("choice") == "name"
     is_forced = output_parsing.is_forced(conversation)
     tools = _guided_tools(conversation, is_forced)
-    _check_quantifiers(tools)
     try:
         tag = structural_tag(
             parsing.tool_format or JSON,
@@ -108,6 +107,7 @@ async def _of_tools(
         raise invalid(_TOOLS, "UNGUIDED_TOOL", f"cannot be guided: {error}") from error
     except RequestError as error:
         await _refuse_schema(tools, model.structured, principal)
+        _check_quantifiers(tools)
         raise invalid(_TOOLS, "UNGUIDED_TOOL", _reason(error)) from error
 
 

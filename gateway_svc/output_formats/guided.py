@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway_svc.output_formats import deepseek, harmony, json_text
+from gateway_svc.output_formats.argument_schemas import closed, moved
 from gateway_svc.output_formats.formats import HARMONY, JSON
 
 # A format of a structural tag: its type, and fields of that type.
@@ -45,6 +46,8 @@ class _Form:
     closing: str = ""
     # In free output, what begins with it is a call. Empty: calls can only begin the output.
     trigger: str = ""
+    # In free output, calls may begin with this, without what `begin` has in front of it.
+    bare: str = ""
     # Arguments are written one by one: what is in front of a key, between it and the value, and
     # behind the value. Otherwise they are JSON.
     argument: tuple[str, str, str] | None = None
@@ -128,6 +131,7 @@ _FORMS = {
         "</function>\n</tool_call>",
         "\n",
         trigger="<tool_call>",
+        bare="<function=",
         argument=("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     HARMONY: _Form(
@@ -141,7 +145,7 @@ _FORMS = {
 
 def _tag(form: _Form, tool: GuidedTool) -> Node:
     if form.argument is None:
-        schema = _closed(tool.schema) or _ANY_OBJECT
+        schema = closed(tool.schema) or _ANY_OBJECT
         content: Node = {"type": "json_schema", "json_schema": schema}
     else:
         content = _arguments(form.argument, tool)
@@ -156,7 +160,7 @@ def _tag(form: _Form, tool: GuidedTool) -> Node:
 def _json_call(tool: GuidedTool) -> Node:
     """A call that is JSON as a whole, so that it and other JSON are read alike up to where they
     differ."""
-    parameters = _moved(_closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
+    parameters = moved(closed(tool.schema) or _ANY_OBJECT, "#/properties/parameters")
     properties = {"name": {"const": tool.name}, "parameters": parameters}
     schema = {
         "type": "object",
@@ -169,71 +173,6 @@ def _json_call(tool: GuidedTool) -> Node:
         schema["$schema"] = tool.schema["$schema"]
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": "", "content": content, "end": ""}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with references within itself, for this place in another one."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _MAPPINGS and isinstance(value, Mapping):
-            result[keyword] = {name: _moved(part, place) for name, part in value.items()}
-        else:
-            result[keyword] = value if keyword in _DATA else _moved(value, place)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        result["$ref"] = place + reference[1:]
-    return result
-
-
-def _closed(schema: Mapping[str, Any]) -> Any:
-    """The schema without properties that it does not name, unless it says what these are: a model
-    that is held to a schema would add some. All values follow the given schema; one in which
-    several schemas apply to an object is left as it is."""
-    return _without_others(schema) if _is_plain(schema) else schema
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if not isinstance(value, Mapping):
-        return True
-    if _COMBINING & set(value) or ("$ref" in value and "properties" in value):
-        return False
-    if "anyOf" in value and "properties" in value:
-        return False
-    return all(map(_is_plain, value.values()))
-
-
-def _without_others(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_others(one) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            result[keyword] = {name: _without_others(part) for name, part in value.items()}
-        else:
-            result[keyword] = _without_others(value) if keyword in _SCHEMAS else value
-    if isinstance(result.get("properties"), dict) and not _OTHERS & set(schema):
-        required = schema.get("required")
-        for name in required if isinstance(required, list) else ():
-            if isinstance(name, str):
-                result["properties"].setdefault(name, True)
-        result["additionalProperties"] = False
-    return result
-
-
-_COMBINING = frozenset({"allOf", "oneOf", "not", "if", "dependentSchemas"})
-_SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "definitions"})
-_MAPPINGS = _SCHEMAS_BY_NAME | {"patternProperties"}
-_DATA = frozenset({"const", "enum"})
-_SCHEMAS = frozenset({"items", "prefixItems", "anyOf"})
-_OTHERS = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 
 
 def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:
@@ -250,10 +189,13 @@ def _calls(form: _Form, tags: list[Node], is_single: bool) -> Node:
 
 def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
     if not form.trigger:
-        # Text that does not begin like a call.
+        # Text that does not begin like a call, in front of which the parser skips white space.
         first = form.opening or form.begin.format(name="")[:1]
-        other = {"type": "regex", "pattern": f"([^\\{first}](.|\\n)*)?"}
+        pattern = f"[ \\t\\r\\n]*([^ \\t\\r\\n\\{first}](.|\\n)*)?"
+        other = {"type": "regex", "pattern": pattern}
         return {"type": "or", "elements": [_calls(form, tags, is_single), other]}
+    if form.bare:
+        return _free_or_bare(form, tags, is_single)
     if not form.opening:
         return {
             "type": "triggered_tags",
@@ -265,6 +207,24 @@ def _free(form: _Form, tags: list[Node], is_single: bool) -> Node:
     block = {"type": "tag", "begin": form.opening, "content": calls["elements"][1], "end": ""}
     block["end"] = form.closing
     return {"type": "triggered_tags", "triggers": [form.trigger], "tags": [block]}
+
+
+def _free_or_bare(form: _Form, tags: list[Node], is_single: bool) -> Node:
+    """Text in which calls may lack what is around them: one part for both kinds, which has the
+    schemas."""
+    before = form.begin.partition(form.bare)[0]
+    ends = [form.end, _marker(form.end)]
+    starts = [
+        _any_text("", before + form.bare),
+        {"type": "tag", "begin": "", "content": _ANY_TEXT, "end": form.bare},
+    ]
+    calls = [
+        {**tag, "begin": tag["begin"].removeprefix(before + form.bare), "end": ends} for tag in tags
+    ]
+    elements = [{"type": "or", "elements": one} for one in (starts, calls)]
+    one = {"type": "tag", "begin": "", "content": _sequence(*elements), "end": ""}
+    several = {"tags": [one], "separator": "", "stop_after_first": is_single}
+    return _sequence({"type": "tags_with_separator", **several}, _ANY_TEXT)
 
 
 def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:
@@ -284,7 +244,10 @@ def _harmony(tags: list[Node], is_forced: bool, content: Node) -> Node:
 def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
     """Arguments that are written one by one, in the order of the schema. Any if there is none."""
     if not tool.schema:
-        return _ANY_TEXT
+        before, between, behind = around
+        one = _sequence(_any_text(before, between), _any_text("", behind))
+        tag = {"type": "tag", "begin": "", "content": one, "end": ""}
+        return {"type": "tags_with_separator", "tags": [tag], "separator": ""}
     properties = tool.schema.get("properties", {})
     if not isinstance(properties, dict) or {"$ref", "oneOf", "anyOf", "allOf"} & set(tool.schema):
         raise UnguidedError(
@@ -305,15 +268,33 @@ def _arguments(around: tuple[str, str, str], tool: GuidedTool) -> Node:
 def _argument(around: tuple[str, str, str], key: str, schema: Any, root: Mapping[str, Any]) -> Node:
     begin, end = f"{around[0]}{key}{around[1]}", around[2]
     texts = json_text.plain_values(schema)
+    plain = [(key, _marker(around[1])), *((text, _marker(end)) for text in texts or ())]
+    for shown, marker in plain:
+        if marker in shown:
+            raise UnguidedError(f"{shown!r:.80} has {marker}, which ends it in this model's format")
     if texts:
         content: Node = {"type": "or", "elements": [_text(text) for text in texts]}
     elif texts is not None:
-        content = _ANY_TEXT
+        return _any_text(begin, end)
     else:
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
         schema = {**schema, **definitions} if isinstance(schema, dict) else schema
         content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _any_text(begin: str, end: str) -> Node:
+    """Any text, which ends where it does for the parser: at the first marker of `end`. A line feed
+    in front of the marker is the text's."""
+    marker = _marker(end)
+    text = {"type": "tag", "begin": begin, "content": _ANY_TEXT, "end": marker}
+    return _sequence(text, _text(end.partition(marker)[2]))
+
+
+def _marker(end: str) -> str:
+    """The first marker of what follows a text."""
+    found, mark, _ = end.lstrip("\n").partition(">")
+    return found + mark
 
 
 def _text(value: str) -> Node:

@@ -28,7 +28,9 @@ def llama(reader: Reader, calls: CallWriter) -> Step[None]:
         yield from reader.skip_space()
         is_call = (yield from reader.accept(";")) is not None
         yield from reader.skip_space()
-    while (yield from calls.until_call((_PYTHON_TAG,), (";",))):
+    # A grammar has no calls with the tag: what follows it would not be held to a schema.
+    starts = () if calls.tools.are_guided else (_PYTHON_TAG,)
+    while (yield from calls.until_call(starts, (";",))):
         yield from reader.skip_space()
         yield from call_object(reader, calls)
 

@@ -31,10 +31,11 @@ def _glm_arguments(reader: Reader, calls: CallWriter, name: str) -> Step[bool]:
         key = None if found is None else (yield from _until(reader, ("</arg_key>",)))
         if key is None or not (yield from _accept_all(reader, "</arg_key>", "<arg_value>")):
             return False
-        text = yield from _until(reader, ("</arg_value>",))
-        if text is None or not (yield from _accept_all(reader, "</arg_value>")):
+        key = key.strip()
+        text = yield from _value(reader, arguments.is_json(key), "</arg_value>")
+        if text is None:
             return False
-        arguments.add(key.strip(), text)
+        arguments.add(key, text)
 
 
 def qwen_coder(reader: Reader, calls: CallWriter) -> Step[None]:
@@ -62,10 +63,26 @@ def _qwen_arguments(reader: Reader, calls: CallWriter, name: str) -> Step[bool]:
         key = None if found is None else (yield from _until(reader, (">",)))
         if key is None or not (yield from _accept_all(reader, ">")):
             return False
-        text = yield from _until(reader, ("</parameter>",))
-        if text is None or not (yield from _accept_all(reader, "</parameter>")):
+        key = key.strip()
+        text = yield from _value(reader, arguments.is_json(key), "</parameter>")
+        if text is None:
             return False
-        arguments.add(key.strip(), text.removeprefix("\n").removesuffix("\n"))
+        arguments.add(key, text.removeprefix("\n").removesuffix("\n"))
+
+
+def _value(reader: Reader, is_json: bool, end: str) -> Step[str | None]:
+    """The text of a value and, consumed but left out, the marker behind it; None if there is none.
+    A string of JSON may have the marker within it."""
+    if is_json:
+        yield from reader.skip_space()
+        parts: list[str] = []
+        found = yield from json_text.value(reader, parts.append)
+        text = "".join(parts) if found else None
+    else:
+        text = yield from _until(reader, (end,))
+    if text is None or not (yield from _accept_all(reader, end)):
+        return None
+    return text
 
 
 def _until(reader: Reader, markers: tuple[str, ...]) -> Step[str | None]:
@@ -95,12 +112,14 @@ class _Arguments:
         self._is_held = name in calls.tools.held_names
         self._keys: set[str] = set()
 
+    def is_json(self, key: str) -> bool:
+        """Whether a grammar has the value as JSON, in which strings have quotes."""
+        return self._is_held and json_text.plain_values(self._properties.get(key)) is None
+
     def add(self, key: str, text: str) -> None:
         if key in self._keys:
             return
-        schema = self._properties.get(key)
-        if self._is_held and json_text.plain_values(schema) is None:
-            schema = None  # It is JSON: strings have quotes.
+        schema = None if self.is_json(key) else self._properties.get(key)
         value = json_text.of_text(text, schema)
         separator = ", " if self._keys else "{"
         self._keys.add(key)

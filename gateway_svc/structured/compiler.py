@@ -145,13 +145,18 @@ class StructuredOutputCompiler:
         output: structured_output_pb2.StructuredOutput,
     ) -> CompiledFormat:
         """In a thread."""
-        match output.WhichOneof("format"):
-            case "json_schema":
-                return _compile_schema(vocabulary, field, output.json_schema)
-            case "json_object":
-                return _compile_schema(vocabulary, field, '{"type": "object"}')
-            case _:
-                return _compile_lark(vocabulary, field, output)
+        name = output.WhichOneof("format")
+        try:
+            match name:
+                case "json_schema":
+                    return _compile_schema(vocabulary, field, output.json_schema)
+                case "json_object":
+                    return _compile_schema(vocabulary, field, '{"type": "object"}')
+                case _:
+                    return _compile_lark(vocabulary, field, output)
+        except RecursionError as error:
+            reason = "INVALID_SCHEMA" if name == "json_schema" else "INVALID_FORMAT"
+            raise invalid(field, reason, "is nested too deeply") from error
 
 
 def _hash_of(field: str, key: bytes) -> bytes:
@@ -171,7 +176,7 @@ def _compile_schema(vocabulary: GrammarVocabulary, field: str, text: str) -> Com
     try:
         schema = read_schema(text)
         definition = to_definition(schema)
-    except (FormatError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise invalid(field, "INVALID_SCHEMA", shown_reason(str(error))) from error
     try:
         return _check(vocabulary, field, definition)
@@ -191,7 +196,8 @@ def _refusal(vocabulary: GrammarVocabulary, schema: dict[str, Any], reason: str 
     is refused for it."""
     try:
         _begin(vocabulary, to_definition(schema, reason))
-    except GrammarError as error:
+    except ValueError as error:
+        # A ValueError: it is nested too deeply.
         return str(error)
     return None
 
@@ -205,6 +211,9 @@ def _compile_lark(
         definition = LLMatcher.grammar_from_lark(source.text)
     except FormatError as error:
         raise invalid(field, "INVALID_FORMAT", str(error)) from error
+    except ValueError as error:
+        reason = f"is refused: {shown_reason(str(error))}"
+        raise invalid(field, "INVALID_FORMAT", reason) from error
     try:
         compiled = _check(vocabulary, field, definition)
         return replace(compiled, has_initial_skip=source.has_initial_skip)

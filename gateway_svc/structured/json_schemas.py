@@ -36,6 +36,17 @@ OPTIONS: Final = "x-guidance"
 _MAX_REMAINDERS: Final = 10_000
 # The library compares each pattern of an object with all others: 100 take up to 0.9 s.
 _MAX_PROPERTY_PATTERNS: Final = 100
+# Of which only one applies, beside what else applies to the value.
+_ALTERNATIVES: Final = ("anyOf", "oneOf")
+# Keywords by which a value, or what it consists of, may have numbers or patterns of properties.
+_MERGED: Final = frozenset(
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("properties", "patternProperties", "additionalProperties"),
+        *("items", "prefixItems", "additionalItems"),
+        *("allOf", "$ref", *_ALTERNATIVES),
+    )
+)
 _Parts = list[tuple[str, dict[str, Any]]]
 
 
@@ -56,9 +67,7 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
         raise FormatError(f"{whole}must be an object or true")
     dialect = schema.get("$schema")
     try:
-        # References may name one part in several ways; it is changed once.
-        found = {id(part): (path, part) for path, part in document_parts(schema, root).items()}
-        for path, part in found.values():
+        for path, part in document_parts(schema, root).items():
             prepare(path, part, dialect if isinstance(dialect, str) else "")
         by_path = document_parts(schema, root)
     except RecursionError as error:
@@ -70,11 +79,12 @@ def prepare_schema(schema: Any, root: str = "#") -> dict[str, Any]:
     _check_patterns(every)
     # Parts of `allOf` are merged, and so are their numbers.
     merges = any("allOf" in part or ("$ref" in part and len(part) > 1) for _, part in every)
-    _check_property_patterns(every, merges)
+    merges_numbers = merges or any(_merges_alternatives(part) for _, part in every)
+    _check_property_patterns(every, merges_numbers)
     check_merged_patterns(schema, by_path)
     check_names(every, merges)
-    _check_multiples(every, merges)
-    _check_ranges(every, merges)
+    _check_multiples(every, merges_numbers)
+    _check_ranges(every, merges_numbers)
     return schema
 
 
@@ -92,6 +102,15 @@ def json_terminal(schema: Mapping[str, Any]) -> str:
 def num_schema_quantifiers(schema: Mapping[str, Any]) -> int:
     """How many parts of all patterns may repeat or be absent."""
     return sum(number for number, _, _ in _quantifiers(document_parts(schema, "#").items()))
+
+
+def _merges_alternatives(part: Mapping[str, Any]) -> bool:
+    """Whether each alternative is merged with what is beside it, and both may have numbers."""
+    if len(_MERGED & part.keys()) < 2:
+        return False
+    options = [part.get(keyword) for keyword in _ALTERNATIVES]
+    listed = [one for several in options if isinstance(several, list) for one in several]
+    return any(isinstance(one, dict) and not _MERGED.isdisjoint(one) for one in listed)
 
 
 def _check_patterns(found: _Parts) -> None:
@@ -114,7 +133,7 @@ def _check_property_patterns(found: _Parts, merges: bool) -> None:
             "patternProperties",
             max(patterns)[1],
             f"has too many patterns: an object may have {_MAX_PROPERTY_PATTERNS}, fewer with "
-            "others in the schema, and with allOf all objects together",
+            "others in the schema, and all objects together where schemas are merged",
         )
 
 
@@ -145,7 +164,7 @@ def _check_multiples(found: _Parts, merges: bool) -> None:
             "multipleOf",
             max(multiples)[1],
             "is too large: the numbers of a schema, without their decimal points, may add up to "
-            f"{_MAX_REMAINDERS}, and their product with allOf",
+            f"{_MAX_REMAINDERS}, and their product where schemas are merged",
         )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from gateway_svc.structured.schema_parts import SCHEMAS, SCHEMAS_BY_NAME, child, parts
+from gateway_svc.structured.schema_parts import SCHEMAS, SCHEMAS_BY_NAME, Searched, child, parts
 from quire.service.grammars import summary
 
 # The reason why a schema is refused; None if it is served.
@@ -71,7 +71,7 @@ def largest_part(schema: dict[str, Any], root: str) -> str:
     """The keyword that has most values, with its place."""
     sizes = [
         (len(value), f"the keyword {keyword} at {path}")
-        for path, part in parts(schema, root)
+        for path, part in parts(schema, root, Searched())
         for keyword, value in part.items()
         if isinstance(value, dict | list)
     ]

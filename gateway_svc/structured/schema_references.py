@@ -82,7 +82,7 @@ def check_ids(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
     """FormatError for two schemas of one `$id`, of which the library takes the last one, even for
     the whole document."""
     own = by_path[root].get("$id")
-    base = urljoin(_BASE, own) if isinstance(own, str) else _BASE
+    base = _address(_BASE, own, root) if isinstance(own, str) else _BASE
     known = {*_NAMES_OF_ROOT, urldefrag(base).url}
     for path, part in by_path.items():
         name = part.get("$id")
@@ -90,10 +90,18 @@ def check_ids(by_path: Mapping[str, dict[str, Any]], root: str) -> None:
         is_anchor = isinstance(name, str) and name.startswith("#") and len(name) > 1
         if path == root or not isinstance(name, str) or is_anchor:
             continue
-        resolved = urldefrag(urljoin(base, name)).url
+        resolved = urldefrag(_address(base, name, path)).url
         if resolved in known:
             raise refused("$id", path, "is that of another schema, too; use another one")
         known.add(resolved)
+
+
+def _address(base: str, name: str, path: str) -> str:
+    """The `$id` of the schema at `path` as an address."""
+    try:
+        return urljoin(base, name)
+    except ValueError as error:
+        raise refused("$id", path, f"is {name:.80}, which is no address: {error}") from error
 
 
 def _applied(path: str, by_path: Mapping[str, dict[str, Any]], root: str) -> list[tuple[str, str]]:

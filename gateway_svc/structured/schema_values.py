@@ -42,11 +42,6 @@ _DEPENDENT: Final = {
     "minContains": "contains",
     "maxContains": "contains",
 }
-# Without other schemas of the same value, the same.
-_UNEVALUATED: Final = {
-    "unevaluatedProperties": "additionalProperties",
-    "unevaluatedItems": "items",
-}
 _IN_PLACE: Final = frozenset(
     (
         *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef"),
@@ -77,7 +72,12 @@ def prepare(path: str, part: dict[str, Any], dialect: str) -> None:
     for keyword in [*part]:
         if _is_without_effect(keyword, part):
             del part[keyword]
-    for keyword, same in _UNEVALUATED.items():
+    # Without other schemas of the same value, the same.
+    others = "additionalItems" if isinstance(part.get("items"), list) else "items"
+    for keyword, same in (
+        ("unevaluatedProperties", "additionalProperties"),
+        ("unevaluatedItems", others),
+    ):
         if part.get(keyword) is False and _IN_PLACE.isdisjoint(part):
             del part[keyword]
             part.setdefault(same, False)

@@ -20,9 +20,8 @@ def written(schema: Mapping[str, Any], reason: str = "") -> _Part:
     a refused schema, and whatever else would be refused here is left out."""
     # A copy, however deeply it is nested.
     changed: _Part = json.loads(json.dumps(schema))
-    # References may name one part in several ways; it is changed once. Inner ones come first, so
-    # that their sizes are known.
-    found = [*{id(part): part for part in document_parts(changed, "#").values()}.values()][::-1]
+    # Inner ones come first, so that their sizes are known.
+    found = [*document_parts(changed, "#").values()][::-1]
     pointers = [local_pointer(part) or "" for part in found]
     if not any("/additionalProperties" in pointer for pointer in pointers):
         _name_properties(changed, found)

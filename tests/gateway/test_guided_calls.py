@@ -16,7 +16,7 @@ from gateway_svc.output_formats.calls import Tools
 from gateway_svc.output_formats.formats import TOOL_FORMATS, ModelFormats
 from gateway_svc.output_formats.guided import GuidedTool, UnguidedError, structural_tag
 from gateway_svc.output_formats.parser import OutputParser, ParserOptions
-from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, joined
+from gateway_svc.output_formats.pieces import Arguments, CallEnd, CallStart, Content, Piece, joined
 from gateway_svc.structured.structural_tags import structural_tag_to_lark
 from quire.service.grammars import GrammarVocabulary
 from quire.v1.conversation_pb2 import (
@@ -61,12 +61,12 @@ def vocabulary(are_special: bool) -> GrammarVocabulary:
 
 def matcher(are_special: bool, *args: Any, **kwargs: Any) -> LLMatcher:
     found = vocabulary(are_special)
-    source = structural_tag_to_lark(structural_tag(*args, **kwargs), found.tokenizer)
+    source = structural_tag_to_lark(structural_tag(*args, **kwargs), found.special_tokenizer)
     return found.compile(LLMatcher.grammar_from_lark(source.text))
 
 
 def accepts(matcher: LLMatcher, are_special: bool, text: str) -> bool:
-    token_ids = vocabulary(are_special).tokenizer.tokenize_str(text, parse_special=True)
+    token_ids = vocabulary(are_special).special_tokenizer.tokenize_str(text, parse_special=True)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
@@ -98,7 +98,7 @@ def test_random_calls_are_read_as_calls(
         if name == "harmony":
             # Its reasoning is any text.
             skip = "<|channel|>commentary to=functions."
-            ids = vocabulary(are_special).tokenizer.tokenize_str(skip, parse_special=True)
+            ids = vocabulary(are_special).special_tokenizer.tokenize_str(skip, parse_special=True)
             assert grammar.try_consume_tokens(ids) == len(ids)
             text = skip + generated(grammar, are_special, source)
         else:
@@ -113,6 +113,11 @@ def test_random_calls_are_read_as_calls(
             of_call = [p for p in pieces if isinstance(p, Arguments) and p.index == start.index]
             check(start.name, json.loads("".join(piece.text for piece in of_call)))
         check_cuts(name, text)
+
+
+def parsed(name: str, tools: Tools, text: str) -> list[Piece]:
+    parser = OutputParser(ParserOptions(name, None, False, tools))
+    return joined([*parser.push(text), *parser.flush()])
 
 
 def check_cuts(name: str, text: str) -> None:
@@ -166,6 +171,47 @@ def test_strict_tools_leave_text_free(name: str, are_special: bool) -> None:
     ]:
         grammar = matcher(are_special, name, "", TOOLS, False, False)
         assert accepts(grammar, are_special, one) == is_valid, one
+
+
+@pytest.mark.parametrize("are_special", [False, True], ids=["text", "special"])
+def test_a_call_without_its_outer_marker_follows_its_schema(are_special: bool) -> None:
+    name, known = "qwen3_coder", Tools(SCHEMAS, True, held_names=frozenset(SCHEMAS))
+    call = FREE[name].removeprefix("So:\n")
+    bare = call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    for text, num_calls in [
+        (bare, 1),
+        (f"So: {bare}\n</tool_call>\n{bare}", 2),
+        (f"{call}\n{bare} <function {call}", 3),
+        ("a <function b", 0),
+    ]:
+        grammar = matcher(are_special, name, "", TOOLS, False, False)
+        assert accepts(grammar, are_special, text), text
+        pieces = parsed(name, known, text)
+        found = [one.text for one in pieces if isinstance(one, Arguments)]
+        assert found == [ARGUMENTS] * num_calls
+    wrong = bare.replace("Bern", "Rome")
+    for text in (
+        wrong,
+        f"So: {call}\n{bare}\n{wrong}",
+        bare.replace("weather", "other"),
+        bare.replace("\n<parameter=city>\nBern\n</parameter>", ""),
+        f"<tool_call>So: {bare}",
+        f"{bare}<tool_call>So",
+    ):
+        grammar = matcher(are_special, name, "", TOOLS, False, False)
+        assert not accepts(grammar, are_special, text), text
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+def test_free_text_is_never_read_as_a_call_that_begins_the_output(name: str) -> None:
+    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    call = f"[{call}]" if name == "json" else call
+    for space in ("", " ", "\n", "\t\r\n "):
+        grammar = matcher(False, name, "", TOOLS, False, False)
+        assert not accepts(grammar, False, space + call), space
+    for text in ("", " ", "\n So.", f"So: {call}", f" <|python_tag|>{call}"):
+        assert accepts(matcher(False, name, "", TOOLS, False, False), False, text), text
+        assert parsed(name, Tools(SCHEMAS, True), text) == [Content(text)] * bool(text)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +374,67 @@ def test_a_value_that_may_be_more_than_a_string_is_read_as_json(name: str) -> No
         assert arguments["warm"] == "null"
 
 
+def written_call(name: str, tool: str, **arguments: str) -> str:
+    """A call in a format that writes arguments one by one, with values as they are."""
+    if name == "glm":
+        parts = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in arguments.items()
+        )
+        return f"<tool_call>{tool}\n{''.join(parts)}</tool_call>"
+    parts = (f"<parameter={key}>\n{value}</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={tool}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+ENDS = {"glm": "</arg_value>", "qwen3_coder": "</parameter>"}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
+def test_a_value_ends_for_the_grammar_where_it_does_for_the_parser(
+    name: str, is_forced: bool
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "any": {"type": ["string", "null", "array"]}},
+        "required": ["text", "any"],
+    }
+    tools = [GuidedTool("f", schema)]
+    known = Tools({"f": schema}, True, held_names=frozenset({"f"}))
+    end, space = ENDS[name], "" if name == "glm" else "\n"
+    for plain, value in [
+        (f"a{space}", "a"),
+        (space, ""),
+        (f"<a>\n</a>\n{space}", "<a>\n</a>\n"),
+        ("Paris", "Paris"),
+    ]:
+        for quoted in (f'"\\" {end}\\n<b>"', "null", f'["{end}", "]"]'):
+            text = written_call(name, "f", text=plain, any=f"{quoted}{space}")
+            assert accepts(matcher(False, name, "", tools, is_forced, False), False, text), text
+            pieces = parsed(name, known, text)
+            assert [type(piece) for piece in pieces] == [CallStart, Arguments, CallEnd], text
+            arguments = "".join(one.text for one in pieces if isinstance(one, Arguments))
+            assert json.loads(arguments) == {"text": value, "any": json.loads(quoted)}
+    for plain in (f"a{end}b", f"a{end}{end}", f"{end} "):
+        text = written_call(name, "f", text=f"{plain}{space}", any=f"null{space}")
+        assert not accepts(matcher(False, name, "", tools, is_forced, False), False, text), text
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_no_call_of_a_strict_tool_is_within_one_of_another_tool(name: str) -> None:
+    tools = [GuidedTool("f", {}), GuidedTool("weather", WEATHER)]
+    space = "" if name == "glm" else "\n"
+    broken = written_call(name, "weather", city=f"Rome{space}")
+    for inner, is_valid in [({}, True), ({"a": f"1{space}", "b": f" {broken[:11]}"}, True)]:
+        text = written_call(name, "f", **inner)
+        assert accepts(matcher(False, name, "", tools, False, False), False, text) == is_valid
+    for text in (
+        written_call(name, "f", a=f"1{space}") + broken,
+        written_call(name, "f").replace("</", f"-{broken}\n</", 1),
+    ):
+        assert not accepts(matcher(False, name, "", tools, False, False), False, text), text
+
+
 def test_a_parser_knows_whose_arguments_follow_their_schemas() -> None:
     messages = [Message(role="user", content="x")]
     offered = [Tool(name="f", strict=True), Tool(name="g")]
@@ -367,6 +474,13 @@ def test_tools_that_are_not_strict_get_arguments_beside_those_that_are(name: str
 def test_a_schema_that_a_format_cannot_guide_is_refused() -> None:
     with pytest.raises(UnguidedError, match="the schema of f has keywords other than properties"):
         structural_tag("glm", "", [GuidedTool("f", {"anyOf": [{}]})], True, True)
+    for name, properties, marker in [
+        ("glm", {"a</arg_key>b": {}}, "</arg_key>"),
+        ("qwen3_coder", {"a>b": {}}, ">"),
+        ("qwen3_coder", {"a": {"enum": ["</parameter>"]}}, "</parameter>"),
+    ]:
+        with pytest.raises(UnguidedError, match=f"has {marker}, which ends it"):
+            structural_tag(name, "", [GuidedTool("f", {"properties": properties})], True, True)
     for required in (5, [[]]):
         schema = {"properties": {"a": {}}, "required": required}
         with pytest.raises(UnguidedError, match="`required` in the schema of f is no list"):

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import jsonschema
@@ -20,11 +22,14 @@ from gateway_svc.structured import schema_errors
 from gateway_svc.structured.compiler import StructuredOutputCompiler
 from gateway_svc.structured.patterns import of_schema as prepared_pattern
 from gateway_svc.structured.schema_options import ExclusiveOptions
+from gateway_svc.structured.schema_parts import document_parts
 from quire.service.errors import RequestError
 
 VERSION_7 = "http://json-schema.org/draft-07/schema#"
+VERSION_2019 = "https://json-schema.org/draft/2019-09/schema"
 VERSION_4 = "http://json-schema.org/draft-04/schema#"
 NULL = {"type": "null"}
+NUMBER = {"type": "number"}
 # The library has no such number, and compiling the schema would end the process.
 OUTSIDE = {"type": "integer", "minimum": -2e19, "maximum": -1e19}
 URI = {"type": "string", "format": "uri"}
@@ -35,6 +40,8 @@ WIDE_MERGES = {
     "$defs": {"a": {"type": "object", "properties": {f"k{at}": URI for at in range(400)}}},
     "prefixItems": [{"$ref": "#/$defs/a", "x": 1}] * 2000,
 }
+# Places of parts would take gigabytes.
+LONG_NAME = {"$defs": {"a" * 50_000: {"anyOf": [{}] * 15_000}}}
 OBJECT = {"type": "object"}
 CLOSED = {**OBJECT, "additionalProperties": False}
 CATS = {**OBJECT, "properties": {"is": {"const": "cat"}}, "required": ["is"]}
@@ -42,6 +49,13 @@ DOGS = {**OBJECT, "properties": {"is": {"enum": ["dog"]}, "of": CATS}, "required
 CAT_OR_DOG = {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]}
 PETS = {"cat": CATS, "dog": DOGS, "pet": CAT_OR_DOG}
 MERGED = "merges too many patterns and formats: a value may have 10"
+# What is merged with the keywords beside it.
+MERGING: tuple[Callable[[Any], dict[str, Any]], ...] = (
+    lambda schema: {"allOf": [schema]},
+    lambda schema: {"anyOf": [NULL, schema]},
+    lambda schema: {"oneOf": [schema, NULL]},
+    lambda schema: {"anyOf": [NULL, {"$ref": "#/$defs/a"}], "$defs": {"a": schema}},
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +84,12 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"items": {"$id": "#", **NULL}}, "$id at #/items is that of another schema, too"),
         ({"$id": "http://a/b", "items": {"$id": "b", **NULL}}, "$id at #/items is that of another"),
         ({"prefixItems": [{"$id": "x"}, {"$id": "./x"}]}, "$id at #/prefixItems/1 is that of"),
+        (
+            {"$id": "http://[x", **OBJECT},
+            "$id at # is http://[x, which is no address: Invalid IPv6 URL",
+        ),
+        ({"items": {"$id": "//[x"}}, "$id at #/items is //[x, which is no address"),
+        ({"$ref": f"#/x/{'9' * 5000}", "x": [NULL]}, "$ref at # is #/x/9999"),
         ({"dependentRequired": {"items": ["a"]}}, "dependentRequired at # is not supported"),
         *(
             ({"$ref": f"{address}#/x", "$id": "http://a/b", "x": OUTSIDE}, "$ref at # is")
@@ -84,6 +104,7 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
             "$ref at #/items is #/x, within",
         ),
         ({"$ref": "#/x/+0", "x": [OUTSIDE]}, "$ref at # is #/x/+0, where no schema is"),
+        ({"$ref": "#/x/00", "x": [NULL]}, "$ref at # is #/x/00, where no schema is"),
         ({"$ref": "http://c/d", "contentSchema": {"$id": "http://c/d", **OUTSIDE}}, "$ref at #"),
         ({"$ref": "#x", "$defs": {"a": {"$anchor": "x"}}}, "$ref at # is #x, an anchor, which is"),
         ({"pattern": "a\\"}, "pattern at # ends in a backslash that escapes nothing: a\\; remove"),
@@ -176,6 +197,18 @@ def refusal(compiler: StructuredOutputCompiler, schema: Any) -> str:
         ({"allOf": [{"type": "integer"}, OUTSIDE]}, "maximum at #/allOf/1 is"),
         ({"$ref": "#/foo/%62ar", "foo": {"bar": OUTSIDE}}, "maximum at #/foo/bar is"),
         ({"multipleOf": -2}, "multipleOf at # is -2"),
+        *(
+            ({"multipleOf": 251, **around({"multipleOf": 199})}, "multipleOf at # is too large")
+            for around in MERGING
+        ),
+        *(
+            ({"exclusiveMinimum": 1, **around({"maximum": 1.5})}, "exclusiveMinimum at # is not")
+            for around in MERGING
+        ),
+        (
+            {"properties": {"a": {"minimum": 1.5}}, "anyOf": [with_a({"exclusiveMaximum": 2})]},
+            "exclusiveMaximum at # is not supported with a whole number and another bound",
+        ),
         ({"items": [NULL]}, "items at # is a list; use prefixItems"),
         ({"type": "integer", "exclusiveMaximum": True}, "exclusiveMaximum at # is no number"),
         ({"const": {"a": [2**53 + 1]}}, "const at # has the number 9007199254740993"),
@@ -219,6 +252,7 @@ def test_a_refused_schema_names_its_keyword(
         ('{"exclusiveMinimum": 1e999}', "is not JSON: the number 1e999 is too large"),
         (f'{{"maximum": {10**400}}}', "is too large"),
         ('{"items": ' * 200 + "{}" + "}" * 200, "is nested too deeply"),
+        (json.dumps(LONG_NAME), "has many schemas in one with a long name, at #/$defs/aaaa"),
         (json.dumps(WIDE_MERGES), "merges too many properties that have patterns or formats"),
         (r'{"const": "\ud800"}', "surrogate"),
         (r'{"properties": {"\udfff": {}}}', "surrogate"),
@@ -317,8 +351,35 @@ def test_what_is_no_schema_is_refused(
         {"allOf": [{"required": ["a"], "maxProperties": 2}, {"minProperties": 2}], **OBJECT},
         {"type": "boolean", "minProperties": 5},
         {"type": "array", "prefixItems": [NULL], "unevaluatedItems": False},
+        *(
+            {
+                "$schema": VERSION_2019,
+                "type": "array",
+                "items": [NULL],
+                "unevaluatedItems": False,
+                "maxItems": 3,
+                **more,
+            }
+            for more in ({}, {"additionalItems": {"type": "boolean"}})
+        ),
         {"type": "array", "items": NULL, "uniqueItems": True, "maxItems": 1},
         {"enum": ["a"], "format": "password"},
+        # Numbers that nothing merges, with alternatives beside other keywords.
+        {
+            **OBJECT,
+            "properties": {"a": {"exclusiveMinimum": 1, **NUMBER}, "b": {"maximum": 1.5, **NUMBER}},
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        {
+            "title": "A",
+            "default": None,
+            "anyOf": [
+                {"exclusiveMinimum": 1, "multipleOf": 199, **NUMBER},
+                {"maximum": 0.5, "multipleOf": 251, **NUMBER},
+                NULL,
+            ],
+            "type": ["number", "null"],
+        },
     ],
 )
 def test_outputs_are_valid(compiler: StructuredOutputCompiler, schema: dict[str, Any]) -> None:
@@ -388,8 +449,28 @@ def test_a_mark_beside_a_class_is_one_of_the_set(compiler: StructuredOutputCompi
 
 
 def test_a_part_with_two_places_is_changed_once(compiler: StructuredOutputCompiler) -> None:
-    schema = {"anyOf": [{"$ref": "#/x/0"}, {"$ref": "#/x/00"}], "x": [{"pattern": '^[^"]$'}]}
+    places = ("#/x~/0", "#/x~0/0", "#/x~/%30")
+    schema = {"anyOf": [{"$ref": one} for one in places], "x~": [{"pattern": '^[^"]$'}]}
     assert accepts(definition_of(compiler, of_schema(schema)), '"a"')
+
+
+def test_a_part_is_found_once_however_references_spell_its_place() -> None:
+    part = {"properties": {str(at): {} for at in range(100)}}
+    names = ["".join(pair) for pair in product(("~", "~0", "%7E", "%7e0"), repeat=2)]
+    places = [
+        *(f"#/$defs/{name}{end}" for name in names for end in ("", "/properties/5")),
+        *(f"#/x/{'0' * zeros}{end}" for zeros in (1, 2, 9) for end in ("", "/properties/5")),
+        *("#/x", "#/%78", "#x", "#y", "", "#"),
+    ]
+    schema = {
+        "anyOf": [{"$ref": place} for place in places],
+        "$defs": {"~~": part},
+        "x": [json.loads(json.dumps(part))],
+    }
+    found = document_parts(schema, "#")
+    assert len(found) == 1 + len(places) + 2 * (1 + 100)
+    assert len({id(one) for one in found.values()}) == len(found)
+    assert {"#/$defs/~0~0", "#/x/0/properties/5"} <= found.keys()
 
 
 def test_the_search_for_a_keyword_ends(compiler: StructuredOutputCompiler) -> None:

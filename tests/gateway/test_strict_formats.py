@@ -52,6 +52,7 @@ def refusal(compiler: StructuredOutputCompiler, output: pb.StructuredOutput) -> 
         ),
         ('start: %json {"type": }', "%json at character 12 is not JSON"),
         (r'start: %json {"const": "\ud800"}', "%json at character 12 has half of a surrogate"),
+        ('start: %json {"$id": "http://[x"}', "the keyword $id at %json[0] is http://[x"),
         ('start: "a', 'has a text or regular expression without an end: " at character 7'),
         ("start: start", "is refused: it matches no text"),
         (r"start: /[^\s\S]/", "is refused: it matches no text"),
@@ -212,6 +213,20 @@ def test_control_characters_in_texts_of_a_tag(compiler: StructuredOutputCompiler
     text = "".join(map(chr, range(1, 0xA0)))
     definition = definition_of(compiler, tag(format={"type": "const_string", "value": text}))
     assert accepts(definition, text)
+
+
+@pytest.mark.parametrize("depth", [127, 300, *range(975, 990)])
+@pytest.mark.parametrize("is_tag", [False, True], ids=["grammar", "tag"])
+def test_deep_schemas_are_refused(
+    compiler: StructuredOutputCompiler, depth: int, is_tag: bool
+) -> None:
+    """By the library, and where Python's recursion ends in a part of the work."""
+    schema = '{"items": ' * depth + "{}" + "}" * depth
+    node = f'{{"type": "json_schema", "json_schema": {schema}}}'
+    output = pb.StructuredOutput(structural_tag=f'{{"format": {node}}}')
+    if not is_tag:
+        output = grammar(f"start: %json {schema}")
+    assert "is nested too deeply" in refusal(compiler, output)
 
 
 @pytest.mark.parametrize("kind", ["json", "lark"])
