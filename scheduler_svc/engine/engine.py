@@ -253,7 +253,8 @@ class Engine:
 
     def _recover(self, group: Group, lost: list[Sequence]) -> None:
         """Rewind sequences of a lost lane and queue them again."""
-        if any(other in group.siblings for other in lost):
+        # Blocks stay pinned until the step after the last sibling is forked.
+        if any(other.is_first or other in group.siblings for other in lost):
             group.siblings = [other for other in group.siblings if other not in lost]
             group.pinned_blocks = None
         for sequence in lost:
