@@ -213,7 +213,7 @@ class Moves:
                     await self._claims.give(keys, self._shard)
                 for moved in entries:
                     await self._take(moved)
-                await self._store.trim_inbox(len(packed))
+                await self._store.trim_inbox(packed)
 
     async def _take(self, moved: Moved) -> None:
         key = moved.request.record.key

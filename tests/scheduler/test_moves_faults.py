@@ -65,8 +65,9 @@ class Redis:
     async def read_inbox(self, count: int) -> list[bytes]:
         return self.inbox[:count]
 
-    async def trim_inbox(self, count: int) -> None:
-        del self.inbox[:count]
+    async def trim_inbox(self, packed: list[bytes]) -> None:
+        assert self.inbox[: len(packed)] == packed
+        del self.inbox[: len(packed)]
 
     async def record(self, records: list[RequestRecord], again: list[bool]) -> list[RecordOutcome]:
         [record] = records
