@@ -224,7 +224,9 @@ class Engine:
         """Add a lane. The first one sets the model, until the last one is removed."""
         assert self.model in (None, model)
         if self._last_model not in (None, model):
-            self.change_model()
+            # Hashes and lengths depend on it. The requests of another model have ended.
+            for sequence in self.waiting:
+                sequence.chain = None
         self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
         self.lanes_changed.set()
