@@ -40,10 +40,12 @@ class Heartbeats:
             return 0
         return self._reading.now_ms + round((self._clock() - self._read_at) * 1000)
 
-    @property
-    def oldest_ms(self) -> float:
-        """What was written before this time, by Redis' clock, has expired at the last reading."""
-        return 0.0 if self._reading is None else self._reading.now_ms - self._expiry_s * 1000
+    def has_expired(self, written_ms: int) -> bool:
+        """Whether what was written at this time, by Redis' clock, has expired at the last reading.
+        Also what is as far in the future: the clock was set back since."""
+        if self._reading is None:
+            return False
+        return abs(self._reading.now_ms - written_ms) > self._expiry_s * 1000
 
     def take(self, reading: ClusterReading) -> None:
         """Take a reading that was just made."""
@@ -80,10 +82,11 @@ class Heartbeats:
         return heartbeat is not None and heartbeat.written_ms > since_ms
 
     def load_age_ms(self, shard: int) -> float | None:
-        """The time since the load of a shard was written; None if it was not."""
+        """The time since the load of a shard was written; None if it was not. Absolute: Redis'
+        clock may have been set back."""
         if self._reading is None or shard not in self._reading.loads:
             return None
-        return self.now_ms - self._reading.loads[shard].written_ms
+        return abs(self.now_ms - self._reading.loads[shard].written_ms)
 
     def _is_disturbed(self, reading: ClusterReading) -> bool:
         """Whether since the last reading Redis was unavailable, has lost writes, or has got another

@@ -275,11 +275,10 @@ class Membership:
 
     def _take(self, reading: ClusterReading) -> None:
         self._heartbeats.take(reading)
-        oldest_ms = self._heartbeats.oldest_ms
         self._loads = {
             shard: self._codec.parse(shard, timed.value)
             for shard, timed in reading.loads.items()
-            if timed.written_ms >= oldest_ms
+            if not self._heartbeats.has_expired(timed.written_ms)
         } | self._own_loads()
         self._listed = []
         version = self.map.version

@@ -222,7 +222,9 @@ class Engine:
         """Add a lane. The first one sets the model, until the last one is removed."""
         assert self.model in (None, model)
         if self._last_model not in (None, model):
-            self.change_model()
+            # Hashes and lengths depend on it. The requests of another model have ended.
+            for sequence in self.waiting:
+                sequence.chain = None
         self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
         self.lanes_changed.set()
@@ -251,7 +253,8 @@ class Engine:
 
     def _recover(self, group: Group, lost: list[Sequence]) -> None:
         """Rewind sequences of a lost lane and queue them again."""
-        if any(other in group.siblings for other in lost):
+        # Blocks stay pinned until the step after the last sibling is forked.
+        if any(other.is_first or other in group.siblings for other in lost):
             group.siblings = [other for other in group.siblings if other not in lost]
             group.pinned_blocks = None
         for sequence in lost:

@@ -18,7 +18,7 @@ from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.record_conversion import from_record, to_record
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import NoReply, StoreUnavailable
 from scheduler_svc.store.inbox import Moved
 from scheduler_svc.store.requests import RecordOutcome, RequestKey
 from scheduler_svc.store.store import Store
@@ -31,6 +31,9 @@ LOOK_S = 2.0
 # The time after which a shard without a worker gives its requests to others that have queues, too:
 # more than a leader needs to open its lanes, and less than a worker to load a model.
 STRANDED_S = 5.0
+# The time for which requests wait that another shard may have got, while this shard's part of Redis
+# responds and the other one's does not.
+REPEAT_S = 10.0
 # Requests that are moved in one call.
 _BATCH = 64
 
@@ -39,7 +42,8 @@ class Moves:
     """Gives waiting requests of one shard to others, and takes those that others give.
 
     A request is in the other shard's inbox before it leaves this one, so that it is never lost;
-    if this leader ends in between, both shards run it, with the same output.
+    if this leader ends in between, or Redis does not say in time whether it is there, both shards
+    run it, with the same output.
     """
 
     def __init__(
@@ -175,8 +179,7 @@ class Moves:
             self._engine.withdraw(group)
             self.giving[group.key] = group
         try:
-            packed = [Moved(to_record(group)).pack() for group in groups]
-            await self._stores[target].put_in_inbox(packed)
+            await self._put([Moved(to_record(group)).pack() for group in groups], target)
         except BaseException:
             # Also when the term ends here: the next one continues the live requests only.
             for group in groups:
@@ -198,6 +201,28 @@ class Moves:
             packed = [Moved(to_record(group), is_cancelled=True).pack() for group in cancelled]
             await self._stores[target].put_in_inbox(packed)
 
+    async def _put(self, packed: list[bytes], target: int) -> None:
+        """Put requests into the inbox of another shard. A call without a reply may still be
+        executed, so it is repeated, and the requests do not run here meanwhile; the other shard
+        ignores those that it has. Raises StoreUnavailable if it is refused, or after `REPEAT_S`."""
+        until: float | None = None
+        while True:
+            try:
+                await self._stores[target].put_in_inbox(packed)
+                return
+            except StoreUnavailable as error:
+                now = time.monotonic()
+                if until is None:
+                    if not isinstance(error, NoReply):
+                        raise
+                    until = now + REPEAT_S
+                elif now > until:
+                    raise
+            await sleep_ticks(HEARTBEAT_S)
+            while not self._is_leading():
+                # Redis has not responded for longer than a lease: nothing runs here, either.
+                await sleep_ticks(HEARTBEAT_S)
+
     # Taking
 
     async def take(self) -> None:
@@ -213,7 +238,7 @@ class Moves:
                     await self._claims.give(keys, self._shard)
                 for moved in entries:
                     await self._take(moved)
-                await self._store.trim_inbox(len(packed))
+                await self._store.trim_inbox(packed)
 
     async def _take(self, moved: Moved) -> None:
         key = moved.request.record.key

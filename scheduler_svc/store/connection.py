@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from scheduler_svc.store.errors import (
     LeadershipLost,
+    NoReply,
     PoolFault,
     RecordMismatch,
     StaleEpoch,
@@ -136,9 +137,9 @@ class Connection:
                 _checked([loaded])
             return replies
         except TimeoutError as error:
-            raise StoreUnavailable(f"Redis has not responded for {self._timeout_s} s") from error
+            raise NoReply(f"Redis has not responded for {self._timeout_s} s") from error
         except (RespConnectionLost, RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis: {error}") from error
+            raise NoReply(f"Redis: {error}") from error
 
     async def _send(self, commands: Sequence[bytes]) -> list[Any]:
         until = asyncio.get_running_loop().time() + self._timeout_s

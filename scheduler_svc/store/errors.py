@@ -9,6 +9,10 @@ class StoreUnavailable(StoreError):
     """Redis cannot be reached or cannot serve. The call may have been executed."""
 
 
+class NoReply(StoreUnavailable):
+    """Redis has sent no reply. Unlike one that it has refused, the call may still be executed."""
+
+
 class StaleEpoch(StoreError):
     """Another scheduler has acquired the lease. Nothing was changed; no output may be sent."""
 

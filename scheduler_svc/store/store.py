@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from scheduler_svc.store import scripts
 from scheduler_svc.store.connection import Connection
+from scheduler_svc.store.inbox import HEAD_BYTES
 from scheduler_svc.store.keys import ClusterKeys, ShardKeys, output_key
 from scheduler_svc.store.leadership import Leadership, LeaseStore
 from scheduler_svc.store.packing import mapping, pack_queries, pack_u32s, unpack_matches
@@ -271,11 +272,12 @@ class Store:
         )
         return found
 
-    async def trim_inbox(self, count: int) -> None:
-        """Remove the oldest requests of the inbox, which are recorded."""
-        leader = self.leadership
+    async def trim_inbox(self, packed: Sequence[bytes]) -> None:
+        """Remove the oldest requests of the inbox, which are recorded. Repeating it is harmless."""
+        leader, heads = self.leadership, [entry[:HEAD_BYTES] for entry in packed]
         keys = (self._keys.leadership, self._keys.inbox)
-        await self._connection.run(scripts.TRIM_INBOX, keys, (leader.epoch, leader.holder, count))
+        args: list[Argument] = [leader.epoch, leader.holder, HEAD_BYTES, *heads]
+        await self._connection.run(scripts.TRIM_INBOX, keys, args)
 
     async def load_live(self) -> list[StoredRequest]:
         """Read all live records, of any leader, in order of their sequence ids."""

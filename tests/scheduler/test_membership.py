@@ -383,6 +383,32 @@ async def test_a_shard_is_led_while_its_leader_writes_its_load(cluster, three) -
     assert not second.is_led(0)
 
 
+async def test_a_load_from_the_future_is_none_after_the_clock_was_set_back(cluster, three) -> None:
+    """Its leader may have ended since: the lease has to be read."""
+    first, second, _ = three
+    first.lead(0, lambda: ShardLoad("a"))
+    await beat(first, second)
+    cluster.now_s -= 60
+    await beat(second)
+    assert not second.is_led(0)
+    assert second.loads[0] == ShardLoad()
+    await beat(first, second)
+    assert second.is_led(0)
+    assert second.loads[0] == ShardLoad("a")
+
+
+async def test_a_load_is_not_fresh_after_the_clock_was_set_back_by_less_than_its_expiry(
+    cluster, three
+) -> None:
+    first, second, _ = three
+    first.lead(0, lambda: ShardLoad("a"))
+    await beat(first, second)
+    cluster.now_s -= LED_S
+    await beat(second)
+    assert second.loads[0] == ShardLoad("a")
+    assert not second.is_led(0)
+
+
 async def test_heartbeats_are_retried_and_sent_at_once_when_a_shard_is_led(monkeypatch) -> None:
     class Failing(ScriptedCluster):
         num_failures = 5

@@ -94,6 +94,23 @@ async def test_choices_of_a_request_have_one_model(redis_url, sockets):
         assert info_of(received.failure).reason == "MODEL_CHANGED"
 
 
+async def test_requests_continue_with_another_block_size_of_the_same_model(redis_url, sockets):
+    first = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": first}) as stack:
+        gateway = await stack.gateway()
+        first.hold_after = 6
+        begun = gateway.received[await gateway.submit(prompt(13), max_tokens=40, n=2)]
+        await gateway.submit(prompt(41, 2), seed=2, num_prompt_logprobs=1)
+        await until(lambda: first.is_held_back and begun.choices[1].token_ids, "some tokens")
+        await stack.stop_worker("a")
+        await stack.start_worker("a", CheckingWorker(2, block_size=8))
+        assert all(received.is_whole for received in await gateway.wait_ended())
+        # The hashes are those of blocks of this size.
+        [other] = await gateway.wait_ended(await gateway.submit(prompt(23), max_tokens=1))
+        assert other.end.num_cached_prompt_tokens == 8
+        await stack.workers["a"][0].check()
+
+
 async def test_the_model_is_stored_after_the_requests_of_the_last_one_have_ended(
     redis_url, redis_client, sockets, monkeypatch
 ):

@@ -27,6 +27,7 @@ from scheduler_svc.cluster.balance import moves, moves_without_workers
 from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.request import seed_of_choice
 from scheduler_svc.engine import moves as engine_moves
+from scheduler_svc.store.errors import NoReply
 from scheduler_svc.store.keys import ShardKeys
 from scheduler_svc.store.store import Store
 
@@ -279,6 +280,34 @@ async def test_a_request_that_is_being_given_can_be_cancelled(
     await until(lambda: again.failure is not None, "the end")
     assert again.failure.code == CANCELLED
     shards.workers[1].gate.set()
+
+
+async def test_a_request_that_may_have_been_given_is_computed_once(
+    shards: TwoShards, monkeypatch
+) -> None:
+    put_in_inbox, errors = Store.put_in_inbox, [NoReply("late"), NoReply("late")]
+
+    async def put_without_reply(store: Store, packed: list[bytes]) -> None:
+        await put_in_inbox(store, packed)
+        if packed and errors:
+            # From now on there are rows here for all that wait.
+            shards.workers[0].gate.set()
+            raise errors.pop()
+
+    monkeypatch.setattr(Store, "put_in_inbox", put_without_reply)
+    first, second = shards.first, shards.second
+    sent = [
+        first.received[await first.submit(prompt(9, number), 6, seed=number)] for number in range(8)
+    ]
+    await until(lambda: all(one.is_ended for one in sent), "ends and moves")
+    assert not errors
+    moved = [one for one in sent if one.failure is not None]
+    assert moved
+    for received in moved:
+        received.failure = received.attachment_generation = None
+        await second.submit_again(received)
+    assert all(received.is_whole for received in await second.wait_ended())
+    assert sum(worker.num_sampled_tokens for worker in shards.workers) == 8 * 6
 
 
 async def test_a_request_moves_with_its_output_when_its_worker_is_lost(shards: TwoShards) -> None:

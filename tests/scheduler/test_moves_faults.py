@@ -15,7 +15,7 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_conversion import from_record, group_of, to_record
-from scheduler_svc.store.errors import StoreUnavailable
+from scheduler_svc.store.errors import NoReply, StoreUnavailable
 from scheduler_svc.store.inbox import Moved
 from scheduler_svc.store.requests import RecordOutcome, RequestKey, RequestRecord
 
@@ -50,8 +50,8 @@ class Redis:
     def __init__(self) -> None:
         self.inbox: list[bytes] = []
         self.records: dict[RequestKey, int] = {}
-        # Calls of `record` that execute, and have no reply.
-        self.num_lost_replies = 0
+        # Calls of `record` that execute, and have no reply; and those of `put_in_inbox`.
+        self.num_lost_replies = self.num_lost_puts = 0
         self.when_given = lambda: None
 
     async def model(self) -> bytes:
@@ -61,12 +61,16 @@ class Redis:
         await asyncio.sleep(0)
         self.inbox += packed
         self.when_given()
+        if self.num_lost_puts:
+            self.num_lost_puts -= 1
+            raise NoReply("no reply")
 
     async def read_inbox(self, count: int) -> list[bytes]:
         return self.inbox[:count]
 
-    async def trim_inbox(self, count: int) -> None:
-        del self.inbox[:count]
+    async def trim_inbox(self, packed: list[bytes]) -> None:
+        assert self.inbox[: len(packed)] == packed
+        del self.inbox[: len(packed)]
 
     async def record(self, records: list[RequestRecord], again: list[bool]) -> list[RecordOutcome]:
         [record] = records
@@ -257,6 +261,69 @@ async def test_a_request_stays_if_the_term_ends_while_it_is_given(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert {key.request_id for key in cluster.engine.live} == {"x", "y"}
+
+
+def names_in(inbox: list[bytes]) -> list[str]:
+    return [Moved.parse(packed).request.record.key.request_id for packed in inbox]
+
+
+async def test_a_request_that_may_have_been_given_is_given_again_and_runs_once(
+    cluster: Cluster,
+) -> None:
+    inbox = cluster.stores[1].inbox
+    cluster.stores[1].num_lost_puts = 2
+    live: list[str] = []
+    cluster.stores[1].when_given = lambda: live.extend(
+        key.request_id for key in cluster.engine.live
+    )
+    await cluster.run_until_given(2)
+    assert cluster.given == ["x", "y"]
+    assert "x" not in live, "it does not run here meanwhile"
+    # The other shard takes it once.
+    other = Cluster(Engine([]))
+    assert names_in(inbox) == ["x"] * 3
+    other.stores[0].inbox = inbox
+    await other.moves.take()
+    assert other.taken == ["x"]
+
+
+async def test_nothing_is_given_again_while_the_lease_may_have_expired(cluster: Cluster) -> None:
+    other = cluster.stores[1]
+    other.num_lost_puts = 1
+
+    def expire() -> None:
+        cluster.is_leading = False
+
+    other.when_given = expire
+    running = asyncio.create_task(cluster.moves.run())
+    await until(lambda: other.inbox, "the first attempt")
+    await asyncio.sleep(0.05)
+    assert names_in(other.inbox) == ["x"]
+    assert [key.request_id for key in cluster.moves.giving] == ["x"]
+    other.when_given = lambda: None
+    cluster.is_leading = True
+    await until(lambda: cluster.given == ["x", "y"], "the moves")
+    running.cancel()
+    assert names_in(other.inbox) == ["x"] * 2
+
+
+async def test_a_request_stays_if_only_the_other_shards_part_of_redis_is_silent(
+    cluster: Cluster, monkeypatch
+) -> None:
+    """The other leader takes nothing then, either."""
+    monkeypatch.setattr("scheduler_svc.engine.moves.REPEAT_S", 0.05)
+    other = cluster.stores[1]
+    other.num_lost_puts = 1000
+    returned: list[str] = []
+    monkeypatch.setattr(
+        cluster.engine, "return_withdrawn", lambda group: returned.append(group.key.request_id)
+    )
+    running = asyncio.create_task(cluster.moves.run())
+    await until(lambda: returned, "a return")
+    running.cancel()
+    assert returned == ["x"]
+    assert not cluster.given
+    assert len(other.inbox) > 1
 
 
 async def test_a_shard_that_was_just_added_gets_nothing_yet(cluster: Cluster) -> None:

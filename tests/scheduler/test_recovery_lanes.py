@@ -206,6 +206,35 @@ async def test_a_draining_worker_without_another_one_runs_on_and_takes_no_reques
         assert sum(len(plan.admissions.rows) for plan in worker.plans) == 1
 
 
+async def test_choices_are_forked_again_from_the_prompt_on_the_worker_that_computes_it(
+    redis_url, sockets
+):
+    """A draining worker is lost when the first choice has left its row, and all others were just
+    forked from the blocks that it kept for them."""
+    workers = {name: CheckingWorker(index + 1) for index, name in enumerate("ab")}
+    lost, other = workers.values()
+    lost.gate.clear()
+    other.gate.clear()
+    settings = {"names": ("a", "b"), "pipeline_depth": 3}
+    async with running_stack(redis_url, sockets, {"a": lost}, **settings) as stack:
+        gateway = await stack.gateway()
+        # Of two chunks: after the first one there is nothing to fork from.
+        await gateway.submit(prompt(41), max_tokens=1, n=3)
+        await until(lambda: len(lost.received) == 2, "the plans of the prompt and of the forks")
+        assert len(lost.received[-1].admissions.rows) == 2
+        await stack.start_worker("b", other)
+        await until(lambda: len(stack.engine.lanes) == 2, "both lanes")
+        # It has the blocks there that the prompt had on the lost worker.
+        await gateway.submit(prompt(21, 2), max_tokens=20)
+        await until(lambda: other.is_held_back, "its first step")
+        lost.drain()
+        await until(lambda: stack.engine.lanes[1].draining, "the drain")
+        await stack.stop_worker("a")
+        await until(lambda: stack.engine.lanes.keys() == {2}, "the loss")
+        other.gate.set()
+        await all_are_whole(stack, other)
+
+
 @pytest.mark.parametrize("names", ["a", "ab"])
 async def test_only_the_poison_request_fails_and_the_rest_of_its_batch_finishes(
     redis_url, sockets, monkeypatch, names

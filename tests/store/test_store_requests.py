@@ -323,13 +323,14 @@ async def test_nothing_to_do_is_no_call(store: Store) -> None:
 
 
 def writes(store: Store) -> list[Coroutine[Any, Any, object]]:
-    """Every call that changes request records."""
+    """Every call that changes request records, or removes requests that were given."""
     return [
         store.record([record(OTHER_KEY)], [False]),
         store.append_output([OutputRange(KEY, 0, 0, (7,))]),
         store.finish([Ending(KEY, RequestState.FINISHED)]),
         store.discard([record()]),
         store.replace_live([StoredRequest(record(), RequestState.LIVE, {0: (1,)})]),
+        store.trim_inbox([b"an entry"]),
     ]
 
 
