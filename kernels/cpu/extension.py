@@ -29,7 +29,8 @@ def _folder() -> Path:
 def load_extension() -> bool:
     """Load `torch.ops.quire`, compiling it if necessary, which takes about a minute.
 
-    Returns False, with a warning, if there is no compiler or the sources do not compile.
+    Returns False, with a warning, if there is no compiler, the sources do not compile, or the
+    library does not load, as one of a machine with newer system libraries.
     """
     if not is_compiled():
         # In another process, so that the memory for compiling is not kept by this one.
@@ -42,8 +43,14 @@ def load_extension() -> bool:
         if built.returncode:
             # A build that crashed printed no reason; its traceback is on stderr.
             output = built.stdout.strip() or built.stderr.strip()
-            reason = "\n".join(output.splitlines()[-_LINES_OF_OUTPUT:])
-            warnings.warn(f"no C++ kernels, so models run slowly: {reason}", stacklevel=2)
-            return False
-    torch.ops.load_library(str(library_file(_folder())))  # type: ignore[no-untyped-call]
+            return _failed("\n".join(output.splitlines()[-_LINES_OF_OUTPUT:]))
+    try:
+        torch.ops.load_library(str(library_file(_folder())))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return _failed(f"{error}; remove {_folder()} to compile them here")
     return True
+
+
+def _failed(reason: str) -> bool:
+    warnings.warn(f"no C++ kernels, so models run slowly: {reason}", stacklevel=3)
+    return False

@@ -1,7 +1,9 @@
-"""The library of C++ kernels in its folder, one per content of sources, flags and torch version."""
+"""The library of C++ kernels in its folder, one per content of sources, flags, version of torch and
+kind of processor."""
 
 import hashlib
 import os
+import platform
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +26,8 @@ def sources(folder: Path = SOURCE_FOLDER) -> list[Path]:
 
 def build_folder(source_folder: Path = SOURCE_FOLDER) -> Path:
     """The folder of this build, below `QUIRE_KERNEL_CACHE` or the user's cache."""
-    digest = hashlib.sha256(repr((torch.__version__, COMPILER_FLAGS, LINKER_FLAGS)).encode())
+    fixed = (platform.machine(), torch.__version__, COMPILER_FLAGS, LINKER_FLAGS)
+    digest = hashlib.sha256(repr(fixed).encode())
     for path in sorted([*sources(source_folder), *source_folder.rglob("*.h")]):
         name = path.relative_to(source_folder).as_posix()
         digest.update(f"\0{name}\0".encode() + path.read_bytes())

@@ -88,6 +88,23 @@ def test_two_processes_that_build_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert library_file(folder).stat().st_size > 0
 
 
+def test_a_library_that_does_not_load_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that another machine has compiled, with newer libraries of the system."""
+    monkeypatch.setenv("QUIRE_KERNEL_CACHE", str(tmp_path))
+    folder = build_folder()
+    folder.mkdir()
+    library_file(folder).write_text("no library")
+    complete_mark(folder).touch()
+    code = "from kernels.dispatch import cpp_implementations as c; print(c())"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, cwd=_ROOT, capture_output=True, text=True
+    )
+    assert loaded.stdout == "()\n"
+    assert f"remove {folder} to compile them here" in loaded.stderr
+
+
 def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path) -> None:
     taken = tmp_path / "cache"
     taken.write_text("a file, as on a disk that is full or read-only")
