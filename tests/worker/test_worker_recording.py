@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,21 @@ def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
     assert runner.last_finished_step == 3
 
 
+def test_a_disk_that_hangs_keeps_no_worker_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_svc.service.recorder._CLOSE_S", 0.05)
+    reader, writer = os.pipe()
+    recorder = Recorder(Path(f"/proc/self/fd/{writer}"))
+    # Three are more than a pipe holds, and 5,000 more than may be queued.
+    entry = worker_pb2.Hello(kv_cache_dtype=40_000 * "a")
+    for num_entries in (3, 5000):
+        for _ in range(num_entries):
+            recorder.put(entry)
+        recorder.close()
+        assert recorder._thread.is_alive()
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_place_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Recorder(tmp_path / "nowhere" / "steps")
@@ -232,6 +248,11 @@ async def test_the_worked_example_is_explained() -> None:
         )
 
 
+def geometry(**changed: int) -> worker_pb2.Recording:
+    sizes = {"block_size": 4, "max_num_seqs": 2, "max_model_len": 8, "num_blocks": 9}
+    return worker_pb2.Recording(hello=worker_pb2.Hello(**{**sizes, **changed}))
+
+
 async def _all(
     entries: list[worker_pb2.Recording],
 ) -> AsyncIterator[worker_pb2.ExplainRequest]:
@@ -245,6 +266,8 @@ async def _all(
         ([], "no plan"),
         ([worker_pb2.Recording(plan=worker_pb2.BatchPlan())], "begins with `hello`"),
         ([worker_pb2.Recording(hello=worker_pb2.Hello())], "geometry"),
+        ([geometry(max_num_batched_tokens=2**32 - 1)], "geometry"),
+        ([geometry(max_num_seqs=2**32 - 1, max_model_len=0)], "geometry"),
     ],
 )
 async def test_invalid_recordings_cannot_be_explained(

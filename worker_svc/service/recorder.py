@@ -1,5 +1,6 @@
 """Records a stream's plans and results in a file."""
 
+import contextlib
 import fcntl
 import io
 import queue
@@ -18,6 +19,8 @@ log = structlog.get_logger()
 
 # Entries that may wait for the disk.
 _MAX_QUEUED = 4096
+# For what is queued when the worker ends.
+_CLOSE_S = 5.0
 _Entry = worker_pb2.Hello | Plan | tuple[Plan, StepOutput] | worker_pb2.RowsCleared
 
 
@@ -49,9 +52,12 @@ class Recorder:
             self._stop("the disk is too slow")
 
     def close(self) -> None:
-        """Write the queued entries."""
-        self._entries.put(None)
-        self._thread.join()
+        """Write the queued entries, unless the disk hangs."""
+        with contextlib.suppress(queue.Full):
+            self._entries.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            log.warning("the recording is not complete: the disk hangs", file=str(self._path))
 
     def _write_all(self) -> None:
         with self._lock, self._file:

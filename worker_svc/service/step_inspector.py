@@ -9,8 +9,8 @@ from worker_svc.plan.inputs import Ints, StepInputs
 from worker_svc.plan.plans import Plan, PlanError, plan_from_proto
 from worker_svc.plan.tables import RowTables
 
-# Limit of the token table, to reject a corrupt geometry.
-_MOST_TOKENS = 2**30
+# Limits of the token table, and of a step's arrays, to reject a corrupt geometry.
+_MOST_TOKENS, _MOST_BATCHED = 2**30, 2**20
 
 
 class StepInspector:
@@ -67,7 +67,12 @@ class StepInspector:
 
 
 def _tables(hello: worker_pb2.Hello) -> RowTables:
-    if hello.block_size < 1 or hello.max_num_seqs * hello.max_model_len > _MOST_TOKENS:
+    is_possible = (
+        hello.block_size >= 1
+        and hello.max_num_seqs * hello.max_model_len <= _MOST_TOKENS
+        and max(hello.max_num_seqs, hello.max_num_batched_tokens) <= _MOST_BATCHED
+    )
+    if not is_possible:
         raise PlanError("the geometry in `hello` is not that of a worker")
     return RowTables(
         max_num_seqs=hello.max_num_seqs,
