@@ -298,12 +298,11 @@ def test_a_panic_of_the_library_fails_its_row_alone(
 
 
 def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -> None:
-    row = _row(0)
-    assert row.params is not None
-    row.params = dataclasses.replace(row.params, stop_token_ids=np.empty(0, np.int64))
+    row = _contradicting('start: "a"', stop_token_ids=np.empty(0, np.int64))
     RowDriver(loaded).run([row])
-    if row.failure is not None:
-        assert row.failure.invalid_field == InvalidField(FIELD, "NO_POSSIBLE_TOKEN")
+    assert row.output == TOKENIZER.encode("a").ids
+    assert row.failure is not None
+    assert row.failure.invalid_field == InvalidField(FIELD, "NO_POSSIBLE_TOKEN")
 
 
 def _contradicting(lark: str = "start: /[0-9]{3}/", **changes: Any) -> GuidedRow:
