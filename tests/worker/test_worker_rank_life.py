@@ -22,13 +22,13 @@ from worker_driver import worker_settings
 from worker_processes import logged, worker_process
 
 from benchmarks.chaos.ranks import followers_of
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.ranks import following, heartbeats
 from worker_svc.ranks.agreement import MODEL, wait_for_all
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks
-from worker_svc.settings import WrongSettingError
 
 _RANK_LOST = 3
 _TWO = "--tensor-parallel-size=2"

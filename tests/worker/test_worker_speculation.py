@@ -20,6 +20,7 @@ from tiny_models import FAMILIES, MAX_MODEL_LEN, save_model
 from torch import Tensor
 from worker_driver import Sampling, worker_settings
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.drafter_loading import require_speculation
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.logits import built_in
@@ -29,7 +30,6 @@ from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import LoadedRunner
-from worker_svc.settings import WrongSettingError
 from worker_svc.speculation.draft_lengths import DraftLengths
 from worker_svc.speculation.draft_lines import DraftLines
 from worker_svc.speculation.prompt_lookup import PromptLookup

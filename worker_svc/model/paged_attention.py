@@ -23,7 +23,7 @@ from kernels.flash_dispatch import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
 from worker_svc.cache.kv_pool import AttentionSpec
 from worker_svc.cache.kv_scales import KvScales
-from worker_svc.settings import WrongSettingError
+from worker_svc.errors import WrongSettingError
 
 log = structlog.get_logger()
 
