@@ -14,7 +14,7 @@ from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.attention import PagedBatch
-from kernels.dispatch import interprets_triton
+from kernels.dispatch import choose, interprets_triton
 from worker_svc.errors import WrongSettingError
 from worker_svc.loading.model_preparation import prepare_model
 from worker_svc.loading.runner_loading import load_runner
@@ -105,7 +105,8 @@ def test_the_operation_passes_all_arguments() -> None:
     # By layer and by keys and values.
     own_caches, other_caches = caches.clone(), caches.clone()
     own, other = (
-        PagedAttention([(key, value) for key, value in each]) for each in (own_caches, other_caches)
+        PagedAttention([(key, value) for key, value in each], choose("cpu", ()))
+        for each in (own_caches, other_caches)
     )
     batch = PagedBatch(
         block_table=torch.tensor([[1, 2]], dtype=torch.int32),

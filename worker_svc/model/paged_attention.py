@@ -68,12 +68,12 @@ class PagedAttention:
     def __init__(
         self,
         layers: Sequence[tuple[Tensor, Tensor]],
-        implementation: Implementation | None = None,
+        implementation: Implementation,
         scales: Sequence[KvScales] | None = None,
         flash: FlashAttention | None = None,
     ) -> None:
-        """`implementation` is that of both kernels; the default is the best one available. `scales`
-        are those of the layers' caches; the default is 1.0. `flash` replaces the kernel."""
+        """`implementation` is that of both kernels. `scales` are those of the layers' caches; the
+        default is 1.0. `flash` replaces the kernel."""
         self._layers = layers
         self._implementation = implementation
         self._scales = scales or [KvScales()] * len(layers)
