@@ -28,7 +28,6 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     partition_keys: int | None = None,
@@ -37,9 +36,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of `query [num_tokens, num_heads, head_dim]` over the cache.
 
-    Query head h reads key head `h // (num_heads // num_kv_heads)`. A key's
-    score is its product with the query times `scale`, then `softcap * tanh(score / softcap)`, then
-    plus `alibi_slopes[h] * (key position - query position)`; a query sees the last
+    Query head h reads key head `h // (num_heads // num_kv_heads)`. A key's score is its product
+    with the query times `scale`, then `softcap * tanh(score / softcap)`; a query sees the last
     `sliding_window` keys. `sinks [num_heads]` are scores of a key without a value. Caches of 8-bit
     numbers hold keys divided by `k_scale` and values divided by `v_scale`.
 
@@ -54,7 +52,7 @@ def paged_attention(
     if out is None:
         out = query.new_empty(*query.shape[:2], v_cache.shape[-1])
     options = AttentionOptions(
-        scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale, partition_keys
+        scale, sliding_window, softcap, sinks, k_scale, v_scale, partition_keys
     )
     if implementation == Implementation.REFERENCE:
         return paged_attention_reference(query, k_cache, v_cache, batch, **vars(options), out=out)
@@ -75,7 +73,7 @@ def _paged_attention_cpp(
     isa: int,
     out: Tensor,
 ) -> None:
-    sinks, slopes = options.sinks, options.alibi_slopes
+    sinks = options.sinks
     torch.ops.quire.paged_attention(
         out,
         query,
@@ -88,7 +86,6 @@ def _paged_attention_cpp(
         options.sliding_window or 0,
         options.softcap or 0.0,
         None if sinks is None else sinks.float().contiguous(),
-        None if slopes is None else slopes.float().contiguous(),
         options.k_scale,
         options.v_scale,
         options.partition_keys or 0,
@@ -106,7 +103,6 @@ def paged_attention_reference(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     partition_keys: int | None = None,
@@ -127,14 +123,11 @@ def paged_attention_reference(
         seen = attention_mask(positions, seq_len, sliding_window)
         # NaN times a weight of 0 is NaN.
         values = values.masked_fill(~seen.any(0)[:, None, None], 0.0)
-        distances = torch.arange(seq_len, device=query.device) - positions[:, None]
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
             scores = query[start:end, head].float() @ keys[:, kv_head].T * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores = scores + alibi_slopes[head] * distances
             scores = scores.masked_fill(~seen, float("-inf"))
             sink = torch.tensor(float("-inf")) if sinks is None else sinks[head].float()
             scores = torch.cat([scores, sink.expand(end - start, 1)], 1)

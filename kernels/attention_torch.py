@@ -19,7 +19,6 @@ class QueryGroup:
     """Sequences of a batch with equally long queries, for one product."""
 
     token_indices: Tensor  # [num_seqs * query_len] of the flat batch
-    positions: Tensor  # [num_seqs, query_len]
     slots: Tensor  # [num_seqs * num_keys] in the cache; padding is slot 0, of the null block
     unseen: Tensor  # indices into `slots` of those that no query sees
     seen: Tensor  # bool [num_seqs, query_len, num_keys]
@@ -55,7 +54,6 @@ def _group(batch: PagedBatch, members: list[int], sliding_window: int | None) ->
     unseen = ~seen.any(1)
     return QueryGroup(
         token_indices=(batch.query_start_loc[index].unsqueeze(1) + offsets).flatten(),
-        positions=positions,
         slots=slots.masked_fill(unseen, 0).flatten(),
         unseen=unseen.flatten().nonzero().squeeze(1),
         seen=seen,
@@ -76,11 +74,6 @@ def paged_attention_torch(
         scores = _products(queries, _gather(k_cache, group), group.seen.shape)
         if options.softcap is not None:
             scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
-        if options.alibi_slopes is not None:
-            keys = torch.arange(scores.shape[-1], device=query.device)
-            distances = keys - group.positions.unsqueeze(-1)
-            slopes = options.alibi_slopes.float().view(1, *scores.shape[1:3], 1, 1)
-            scores += slopes * distances[:, None, None]
         scores.masked_fill_(~group.seen[:, None, None], -torch.inf)
         weights = _softmax(scores, options.sinks)
         attended = _weighted_sums(weights, _gather(v_cache, group)).mul_(options.v_scale)

@@ -39,7 +39,6 @@ class AttentionNeeds:
     head_dims: frozenset[tuple[int, int]]  # of keys and of values, over all layers
     has_softcap: bool = False
     has_sinks: bool = False
-    has_alibi: bool = False
     kernels: str = "auto"  # the kernels' setting; unless `auto`, no FlashAttention is chosen
 
 
@@ -100,8 +99,6 @@ def _refusals(kind: FlashKind, needs: AttentionNeeds) -> Iterator[str]:
             yield f"keys of {key_dim} numbers have values of {value_dim}"
         if key_dim % 8 or key_dim > _LARGEST_HEAD:
             yield f"heads of {key_dim} numbers are no multiple of 8 up to {_LARGEST_HEAD}"
-    if needs.has_alibi:
-        yield "the model has ALiBi slopes"
     if needs.has_sinks:
         yield "the model has attention sinks"
     if needs.has_softcap and kind == FlashKind.TORCH:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from quire.service.lifecycle import end_at_interrupts
+from worker_svc.errors import WrongSettingError
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service import server
 from worker_svc.service.process import (
@@ -15,7 +16,7 @@ from worker_svc.service.process import (
     refuse_foreign_kernels,
     resume_collections,
 )
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 
 def main() -> None:

@@ -1,32 +1,19 @@
 """`BeamSearchService`: the most likely continuations of a prompt."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.beam_search import Search, generation_request
 from gateway_svc.generation.error_fields import renamed_field
-from gateway_svc.generation.service import GenerationService
-from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc import responses
 from gateway_svc.rpc.call_interceptor import Context
-from gateway_svc.rpc.deadlines import ended_at_deadline
+from gateway_svc.rpc.generation_servicer import GenerationServicer
 from quire.service.errors import RequestError
 from quire.v1 import beam_search_pb2, beam_search_pb2_grpc
 
 
-class BeamSearchServicer(beam_search_pb2_grpc.BeamSearchServiceServicer):
-    def __init__(
-        self,
-        generations: GenerationService,
-        metrics: GatewayMetrics,
-        tenant_of: Callable[[Context], Tenant],
-    ) -> None:
-        self._generations = generations
-        self._metrics = metrics
-        self._tenant_of = tenant_of
-
+class BeamSearchServicer(GenerationServicer, beam_search_pb2_grpc.BeamSearchServiceServicer):
     async def BeamSearch(  # noqa: N802
         self, request: beam_search_pb2.BeamSearchRequest, context: Context
     ) -> beam_search_pb2.BeamSearchResponse:
@@ -52,9 +39,6 @@ class BeamSearchServicer(beam_search_pb2_grpc.BeamSearchServiceServicer):
             ["".join(texts[index]) for index in range(len(running.choices))],
             () if has_ids else prepared.submission.prompt_token_ids,
         )
-
-    def _until_deadline(self, context: Context) -> AbstractAsyncContextManager[None]:
-        return ended_at_deadline(context.time_remaining(), self._generations.scheduler.outages)
 
 
 @asynccontextmanager

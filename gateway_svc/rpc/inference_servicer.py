@@ -1,30 +1,17 @@
 """`InferenceService`: generation, resumption and cancellation."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from gateway_svc.access.tenant import Tenant
 from gateway_svc.generation.error_fields import without_field
-from gateway_svc.generation.service import GenerationService
-from gateway_svc.metrics.request_metrics import GatewayMetrics
 from gateway_svc.rpc import responses
 from gateway_svc.rpc.call_interceptor import Context
-from gateway_svc.rpc.deadlines import ended_at_deadline
+from gateway_svc.rpc.generation_servicer import GenerationServicer
 from gateway_svc.scheduler.events import EndedError
 from quire.v1 import inference_pb2, inference_pb2_grpc
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(
-        self,
-        generations: GenerationService,
-        metrics: GatewayMetrics,
-        tenant_of: Callable[[Context], Tenant],
-    ) -> None:
-        self._generations = generations
-        self._metrics = metrics
-        self._tenant_of = tenant_of
-
+class InferenceServicer(GenerationServicer, inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
@@ -85,9 +72,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CancelGenerateResponse:
         await self._generations.cancel(request.request_id, self._tenant_of(context))
         return inference_pb2.CancelGenerateResponse()
-
-    def _until_deadline(self, context: Context) -> AbstractAsyncContextManager[None]:
-        return ended_at_deadline(context.time_remaining(), self._generations.scheduler.outages)
 
 
 @asynccontextmanager

@@ -51,10 +51,8 @@ std::vector<Stage> stages(const Tensor& out, const Tensor& query, const Tensor& 
                           const Tensor& v_cache, const Tensor& block_table,
                           const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                           int64_t sliding_window, double softcap,
-                          const std::optional<Tensor>& sinks,
-                          const std::optional<Tensor>& alibi_slopes, double k_scale,
-                          double v_scale, int64_t partition_keys, int64_t isa,
-                          const Partials& partials);
+                          const std::optional<Tensor>& sinks, double k_scale, double v_scale,
+                          int64_t partition_keys, int64_t isa, const Partials& partials);
 
 }  // namespace attention
 

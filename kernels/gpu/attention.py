@@ -202,7 +202,6 @@ def _attend(
         call.batch.query_start_loc,
         call.batch.seq_lens,
         _contiguous(options.sinks),
-        _contiguous(options.alibi_slopes),
         None if partials is None else partials.sums,
         None if partials is None else partials.stats,
         len(call.batch.seq_lens),

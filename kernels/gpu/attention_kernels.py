@@ -41,7 +41,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     query_start_loc,
     seq_lens,
     sinks,
-    alibi_slopes,
     partial_sums,
     partial_stats,
     num_seqs,
@@ -124,9 +123,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         query, flat_tokens, heads, query_token_stride, query_head_stride, STRIDE_UNIT
     )
     queries = _load_queries(query_rows, is_row, HEAD_DIM, PADDED_DIM).to(COMPUTE_DTYPE)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32)
     maxima, totals = _initial_softmax(sinks, heads, is_row, partition, TILE_ROWS, PARTITIONED)
     sums = tl.full([TILE_ROWS, PADDED_V_DIM], 0.0, tl.float32)
 
@@ -154,7 +150,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 blocks,
                 queries,
                 positions,
-                slopes,
                 keys,
                 values,
                 table,

@@ -14,7 +14,6 @@ def attend_keys(  # type: ignore[no-untyped-def]
     blocks,
     queries,
     positions,
-    slopes,
     keys,
     values,
     table,
@@ -43,7 +42,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
     PADDED_V_DIM: tl.constexpr = sums.shape[1]
     dims = tl.arange(0, PADDED_DIM)[None, :]
     v_dims = tl.arange(0, PADDED_V_DIM)[None, :]
-    IS_ADJUSTED: tl.constexpr = MASKED or softcap is not None or slopes is not None
+    IS_ADJUSTED: tl.constexpr = MASKED or softcap is not None
     for first in range(begin, end, TILE_KEYS):
         numbers = first + tl.arange(0, TILE_KEYS)
         k_rows = _rows(keys, blocks, numbers % BLOCK_SIZE)
@@ -59,7 +58,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
         scores = tl.dot(queries, tl.trans(key_tile), input_precision=PRECISION)
         if IS_ADJUSTED:
-            scores = _adjusted(scores, numbers, positions, slopes, scale, softcap, window, MASKED)
+            scores = _adjusted(scores, numbers, positions, scale, softcap, window, MASKED)
         weights, fade, maxima = _softmax(scores, maxima, scale * LOG2_E, IS_ADJUSTED)
         totals = totals * fade + tl.sum(weights, 1)
         weights = weights.to(queries.dtype)
@@ -102,16 +101,11 @@ def _load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adjusted(  # type: ignore[no-untyped-def]
-    scores, numbers, positions, slopes, scale, softcap, window, MASKED: tl.constexpr
+    scores, numbers, positions, scale, softcap, window, MASKED: tl.constexpr
 ):
     """Final scores times LOG2_E; with MASKED -inf for keys that a row does not see."""
-    if softcap is not None or slopes is not None:
-        scores *= scale
-        if softcap is not None:
-            scores = softcap * _tanh(scores / softcap)
-        if slopes is not None:
-            distances = (numbers[None, :] - positions[:, None]).to(tl.float32)
-            scores += slopes[:, None] * distances
+    if softcap is not None:
+        scores = softcap * _tanh(scores * scale / softcap)
         scores *= LOG2_E
     else:
         scores *= scale * LOG2_E

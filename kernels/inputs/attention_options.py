@@ -13,7 +13,6 @@ class AttentionOptions:
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
     partition_keys: int | None = None

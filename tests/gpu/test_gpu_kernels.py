@@ -114,14 +114,12 @@ def test_attention_of_all_heads(
 @pytest.mark.parametrize("sliding_window", [None, 4, 64])
 @pytest.mark.parametrize("softcap", [None, 50.0])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("alibi", [False, True])
 def test_attention_of_all_features(
     device: torch.device,
     dtype: torch.dtype,
     sliding_window: int | None,
     softcap: float | None,
     sinks: bool,
-    alibi: bool,
 ) -> None:
     check_attention(
         device,
@@ -129,7 +127,6 @@ def test_attention_of_all_features(
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=torch.randn(8) if sinks else None,
-        alibi_slopes=torch.rand(8) / 8 if alibi else None,
     )
 
 

@@ -108,7 +108,6 @@ def test_the_package_goes_first() -> None:
         ({"head_dims": frozenset({(128, 128), (192, 128)})}, "192"),
         ({"head_dims": frozenset({(288, 288)})}, "288"),
         ({"head_dims": frozenset({(100, 100)})}, "100"),
-        ({"has_alibi": True}, "ALiBi"),
         ({"has_sinks": True}, "sinks"),
     ],
 )

@@ -34,7 +34,6 @@ _FACTORS = {
     "window": [None, 4, 64],
     "softcap": [None, 50.0],
     "sinks": [False, True],
-    "alibi": [False, True],
     "partition_keys": [None, 64, 128],
 }
 
@@ -97,7 +96,6 @@ def assert_all_equal_the_reference_with(
         "sliding_window": factors["window"],
         "softcap": factors["softcap"],
         "sinks": torch.linspace(-2, 3, heads[0]) if factors["sinks"] else None,
-        "alibi_slopes": 2.0 ** -torch.linspace(1, 8, heads[0]) if factors["alibi"] else None,
         "k_scale": 0.7 if eight_bits else 1.0,
         "v_scale": 2.5 if eight_bits else 1.0,
     }
@@ -142,15 +140,6 @@ def test_lengths_at_the_edges_of_the_largest_blocks(
 ) -> None:
     case = paged_case([1, 256, 1, 40, 130], [255, 256, 257, 512, 600], 256, (8, 2), 64)
     assert_all_equal_the_reference(case.to(*dtypes), {"sliding_window": window}, (None, 64))
-
-
-@pytest.mark.parametrize("window", [None, 4, 64])
-def test_alibi(window: int | None) -> None:
-    case = paged_case(_QUERY_LENS, _SEQ_LENS, 16, (8, 2), 64)
-    slopes = 2.0 ** -torch.arange(1.0, 9.0)
-    for softcap in (None, 50.0):
-        options = {"alibi_slopes": slopes, "sliding_window": window, "softcap": softcap}
-        assert_all_equal_the_reference(case, options, (None, 64))
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(1, 1), (12, 7), (7, 33), (192, 128)])

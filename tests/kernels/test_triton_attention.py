@@ -43,7 +43,6 @@ _FACTORS: dict[str, Sequence[Any]] = {
     "window": [None, 4, 64],
     "softcap": [None, 50.0],
     "sinks": [None, torch.float32, torch.float16],
-    "alibi": [False, True],
     "partition_keys": [None, 64, 128],
 }
 _IN_BFLOAT16: dict[str, list[Any]] = {
@@ -151,7 +150,6 @@ def options_of(factors: dict[str, Any]) -> dict[str, Any]:
         "sliding_window": factors.get("window"),
         "softcap": factors.get("softcap"),
         "sinks": None if sinks is None else torch.linspace(-2, 3, num_heads).to(sinks),
-        "alibi_slopes": 2.0 ** -torch.linspace(1, 8, num_heads) if factors.get("alibi") else None,
         "k_scale": 0.7 if eight_bits else 1.0,
         "v_scale": 2.5 if eight_bits else 1.0,
         "partition_keys": factors.get("partition_keys"),
@@ -196,7 +194,7 @@ _SIZES: dict[str, Sequence[Any]] = {
 def test_every_feature_with_every_other(sizes: dict[str, Any], device: str) -> None:
     lengths = ((1, 63, 1, 0, 7, 1, 16), (1, 63, 129, 5, 128, 63, 64))
     case = case_of(sizes | {"lengths": lengths})
-    features = {name: _FACTORS[name] for name in ("window", "softcap", "alibi")}
+    features = {name: _FACTORS[name] for name in ("window", "softcap")}
     features |= {"sinks": [None, torch.float32], "partition_keys": [None, 64]}
     for chosen in pairwise(features):
         assert_equals_the_reference(case, device, options_of(sizes | chosen))
@@ -278,7 +276,6 @@ def test_a_few_long_sequences_are_partitioned_by_itself(device: str) -> None:
                 "window": [800, None],
                 "sinks": [torch.float32, None],
                 "softcap": [None, 50.0],
-                "alibi": [False, True],
                 "dtypes": [_SINGLE, _HALF],
             }
         )

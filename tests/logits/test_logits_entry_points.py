@@ -14,13 +14,13 @@ from structlog.testing import capture_logs
 from tiny_models import VOCAB_SIZE, llama, save_model
 from worker_driver import Sampling, worker_settings
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.logits.entry_points import load_processors
 from worker_svc.logits.pipeline import LogitsPipeline
 from worker_svc.plan.failures import InvalidField, RowFailure
 from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
-from worker_svc.settings import WrongSettingError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENTRY_POINTS = """\

@@ -6,11 +6,12 @@ from functools import cache
 
 import numpy as np
 from checking_worker import VOCAB_SIZE, CheckingWorker, token_at
+from faulty_sim_runner import seeds_after
 from scheduler_stack import Gateway, Received, ReceivedChoice
 
 from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.beams.search import BeamSearch, EarlyStopping, SearchParams
-from worker_svc.sim.sampling import logprobs_at, seeds_after
+from worker_svc.sim.sampling import logprobs_at
 
 
 def beam_worker(incarnation: int = 1, **model: int) -> CheckingWorker:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from faulty_sim_runner import FaultySimRunner
 from grpc import StatusCode
 from sim_tokens import token_at as sim_token_at
 from waiting import until
@@ -15,7 +16,7 @@ from quire.internal.v1 import worker_pb2, worker_pb2_grpc
 from quire.service.protocol_version import PROTOCOL_VERSION
 from worker_svc.plan.plans import PlanError, plan_from_proto, result_to_proto
 from worker_svc.runner.multi_step import MultiStepRunner
-from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner import SimModel
 from worker_svc.sim.sampling import logprobs_at
 
 VOCAB_SIZE = 50_000
@@ -118,7 +119,7 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
             num_speculative_tokens=num_speculative_tokens,
             num_stages=num_stages,
         )
-        self.runner = SimRunner(
+        self.runner = FaultySimRunner(
             SimModel(
                 vocab_size=VOCAB_SIZE,
                 max_model_len=max_model_len,
@@ -128,12 +129,12 @@ class CheckingWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 longest_jump=longest_jump,
-                token_logprobs=token_logprobs,
                 num_speculative_tokens=num_speculative_tokens,
                 acceptance_rate=acceptance_rate,
-            )
+            ),
+            num_holds=num_holds,
+            token_logprobs=token_logprobs,
         )
-        self.runner.num_holds = num_holds
         self.gate, self.awake = asyncio.Event(), asyncio.Event()
         self.gate.set()
         self.awake.set()

@@ -23,7 +23,6 @@ _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 _ALL_FEATURES: dict[str, Any] = {
     "sliding_window": 512,
     "softcap": 50.0,
-    "alibi_slopes": torch.empty(_NUM_HEADS, device="meta"),
     "sinks": torch.empty(_NUM_HEADS, device="meta"),
 }
 

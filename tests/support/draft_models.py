@@ -58,6 +58,7 @@ FREE = DraftPrice(plan=10, target_pass=20, token=0, draft_pass=1, verifying=0)
 
 def free_drafts(loaded: LoadedRunner, most: int) -> DraftModel:
     """A drafter with the passes of a loaded one, whose passes cost next to nothing."""
-    tables = runner_of(loaded)._tables
-    params = SamplingParams(tables, torch.device("cpu"))
-    return DraftModel(most, FREE, passes_of(loaded), tables, params)
+    runner = runner_of(loaded)
+    params = SamplingParams(runner._tables, torch.device("cpu"))
+    passes = passes_of(loaded)
+    return DraftModel(most, FREE, passes, runner._tables, params, runner._implementation)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.dispatch import Implementation
+from kernels.dispatch import Implementation, choose
 from quire.internal.v1 import worker_pb2
 from worker_svc.logits.built_in import ProcessorFactory, make_pipeline
 from worker_svc.logits.pipeline import LogitsPipeline
@@ -30,7 +30,7 @@ def context(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=500,
         device=torch.device(device),
-        implementation=implementation,
+        implementation=implementation or choose(device, ()),
         upload=upload,
     )
 

@@ -224,9 +224,9 @@ def with_drafter(loaded: LoadedRunner, drafter: Drafter) -> StepRunner:
         max_num_seqs=tables.max_num_seqs,
         max_model_len=tables.max_model_len,
         device=torch.device("cpu"),
-        implementation=None,
+        implementation=of._implementation,
         upload=lambda array: torch.from_numpy(array.copy()),
     )
-    return MultiStepRunner(
-        Runner(of._model, of._pool, of._attention, tables, make_pipeline(context), None, drafter)
-    )
+    processors = make_pipeline(context)
+    own = (of._model, of._pool, of._attention, tables, processors, of._implementation)
+    return MultiStepRunner(Runner(*own, drafter))

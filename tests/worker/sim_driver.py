@@ -3,11 +3,12 @@
 from collections.abc import Sequence as Items
 
 import pytest
+from faulty_sim_runner import FaultySimRunner
 from worker_driver import Sampling, Sequence, admit, append, schedule
 
 from quire.internal.v1 import worker_pb2
 from worker_svc.plan.plans import StepOutput, plan_from_proto
-from worker_svc.sim.runner import SimModel, SimRunner
+from worker_svc.sim.runner import SimModel
 from worker_svc.sim.violations import Rule, Violation
 
 # 7 blocks to hand out, of 4 slots; 16 tokens at most in a sequence.
@@ -29,7 +30,7 @@ class SimDriver:
     """
 
     def __init__(self, model: SimModel = SMALL) -> None:
-        self.runner = SimRunner(model)
+        self.runner = FaultySimRunner(model)
         self.step = 0
 
     def run(

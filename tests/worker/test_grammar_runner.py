@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from worker_driver import worker_settings
 
 from benchmarks.grammars.guided_rows import GuidedRow, RowDriver
+from kernels.dispatch import choose
 from quire.service.grammars import GrammarError, GrammarVocabulary
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
 from worker_svc.grammar.compiler import GrammarCompiler, find_grammars
@@ -184,11 +185,22 @@ def test_output_does_not_end_before_the_grammar_begins(
             assert _outputs(loaded, [again]) == [row.output]
 
 
+def _context(grammars: GrammarCompiler | None) -> ProcessorContext:
+    return ProcessorContext(
+        vocab_size=VOCABULARY.size,
+        max_num_seqs=8,
+        max_model_len=64,
+        device=torch.device("cpu"),
+        implementation=choose("cpu", ()),
+        upload=torch.tensor,
+        grammars=grammars,
+    )
+
+
 def _admitted(folder: Path) -> tuple[GrammarProcessor, int]:
     """A processor with four rows, and the size of the vocabulary."""
     grammars, size = find_grammars(folder, VOCABULARY.size), VOCABULARY.size
-    context = ProcessorContext(size, 8, 64, torch.device("cpu"), None, torch.tensor, grammars)
-    processor = GrammarProcessor(context)
+    processor = GrammarProcessor(_context(grammars))
     for row in range(4):
         params = _row(row).params
         assert params is not None
@@ -298,12 +310,11 @@ def test_a_panic_of_the_library_fails_its_row_alone(
 
 
 def test_a_grammar_without_a_stop_token_fails_at_its_end(loaded: LoadedRunner) -> None:
-    row = _row(0)
-    assert row.params is not None
-    row.params = dataclasses.replace(row.params, stop_token_ids=np.empty(0, np.int64))
+    row = _contradicting('start: "a"', stop_token_ids=np.empty(0, np.int64))
     RowDriver(loaded).run([row])
-    if row.failure is not None:
-        assert row.failure.invalid_field == InvalidField(FIELD, "NO_POSSIBLE_TOKEN")
+    assert row.output == TOKENIZER.encode("a").ids
+    assert row.failure is not None
+    assert row.failure.invalid_field == InvalidField(FIELD, "NO_POSSIBLE_TOKEN")
 
 
 def _contradicting(lark: str = "start: /[0-9]{3}/", **changes: Any) -> GuidedRow:
@@ -386,8 +397,7 @@ def test_a_limit_that_was_reached_elsewhere_is_the_same_failure(loaded: LoadedRu
 def _drawn(compiler: GrammarCompiler, seeds: list[int], num_tokens: int = 40) -> torch.Tensor:
     """Random tokens of rows that share a grammar, whose lexer needs new states at most of them."""
     size = VOCABULARY.size
-    context = ProcessorContext(size, 8, 64, torch.device("cpu"), None, torch.tensor, compiler)
-    processor = GrammarProcessor(context)
+    processor = GrammarProcessor(_context(compiler))
     definition = LLMatcher.grammar_from_lark(r"start: /(.*[a-m].{8}[n-z].{6})+/")
     rows = np.arange(len(seeds))
     for row in rows.tolist():

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from faulty_sim_runner import FaultySimRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sim_driver import SMALL, SimDriver
 from sim_tokens import token_at
@@ -103,9 +104,7 @@ def test_a_recorded_jump_is_made_again(num_holds: int) -> None:
         untimed = [replace(output, times=StepTimes()) for output in outputs]
         return [result_to_proto(*pair) for pair in zip(plans, untimed, strict=True)]
 
-    recorded = SimRunner(model)
-    recorded.num_holds = num_holds
-    first = results(recorded)
+    first = results(FaultySimRunner(model, num_holds=num_holds))
     assert any(len(result.forced_indices) for result in first)
     assert first[0].num_computed_tokens == [1 if num_holds else 2]
     assert bool(first[0].sampled_rows) == (num_holds == 0)

@@ -14,7 +14,8 @@ from worker_driver import BLOCK_SIZE, worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.attention import PagedBatch
-from kernels.dispatch import interprets_triton
+from kernels.dispatch import choose, interprets_triton
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.model_preparation import prepare_model
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model import torch_compile
@@ -23,7 +24,6 @@ from worker_svc.model.loading import LoadedModel
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.torch_compile import attention_operation, compile_model
 from worker_svc.runner.step_runner import LoadedRunner, StepRunner
-from worker_svc.settings import WrongSettingError
 
 _LIMITS = {"block_size": BLOCK_SIZE, "num_blocks": 100, "max_num_seqs": 5}
 _BUDGET = 20
@@ -105,7 +105,8 @@ def test_the_operation_passes_all_arguments() -> None:
     # By layer and by keys and values.
     own_caches, other_caches = caches.clone(), caches.clone()
     own, other = (
-        PagedAttention([(key, value) for key, value in each]) for each in (own_caches, other_caches)
+        PagedAttention([(key, value) for key, value in each], choose("cpu", ()))
+        for each in (own_caches, other_caches)
     )
     batch = PagedBatch(
         block_table=torch.tensor([[1, 2]], dtype=torch.int32),

@@ -33,6 +33,7 @@ from benchmarks.engines.batcher import steps
 from benchmarks.engines.workload import Work
 from quire.internal.v1 import worker_pb2
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.device_pass import StepSizes
 from worker_svc.gpu.graphs import Replay, capture_decode
 from worker_svc.gpu.pipelined_runner import PipelinedRunner
@@ -45,7 +46,6 @@ from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.leader import Leader
 from worker_svc.ranks.messages import Kind, Messages
 from worker_svc.runner.step_runner import PendingOutput, no_op
-from worker_svc.settings import WrongSettingError
 
 _SIZES = StepSizes(
     max_num_seqs=11, max_num_batched_tokens=40, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE

@@ -23,11 +23,11 @@ from torch import Tensor
 from transformers import BloomConfig
 from worker_driver import BLOCK_SIZE, Sampling, worker_settings
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.drafter_loading import require_speculation
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.plan.inputs import Ints
 from worker_svc.runner.step_runner import LoadedRunner
-from worker_svc.settings import WrongSettingError
 from worker_svc.speculation import draft_budget
 from worker_svc.speculation.draft_passes import DraftPasses
 from worker_svc.speculation.priced_lengths import DraftPrice, PricedLengths

@@ -17,12 +17,13 @@ from kernels.flash import FlashAttention, FlashBatch, PackageFlash, TorchFlash
 from kernels.flash_dispatch import FLASH_SETTINGS, FlashKind
 from worker_svc.cache.kv_pool import AttentionSpec, KvPool
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.model_preparation import require_e4m3
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model import paged_attention
 from worker_svc.model.loading import load_model
 from worker_svc.model.paged_attention import PagedAttention, choose_attention
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda")
 _BLOCK_SIZE = 8

@@ -10,11 +10,11 @@ from rank_runners import decoded, runner_of, staged
 from rank_threads import rank_threads
 from shard_models import logits_of, prepared
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.gguf_folder import make_folder
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.stages.stage import Stage
-from worker_svc.settings import WrongSettingError
 
 models = pytest.importorskip("gguf_models")
 

@@ -11,8 +11,9 @@ from worker_driver import worker_settings, written_by
 
 from benchmarks.engines.workload import Work
 from kernels.dispatch import SETTINGS, Implementation, cpp_implementations
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.runner_loading import load_runner
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 _ON_THIS_PROCESSOR = (Implementation.REFERENCE, Implementation.TORCH, *cpp_implementations())
 

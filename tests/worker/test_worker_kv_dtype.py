@@ -73,7 +73,7 @@ def set_up(folder: Path, kv_cache_dtype: str, **changes: Any) -> tuple[LoadedMod
 def paged_logits(model: LoadedModel, cache: CacheSetup, tokens: Tensor, chunk: int) -> Tensor:
     """Of all tokens of one sequence, which is computed in chunks."""
     pool = KvPool(cache.layers, cache.size, BLOCK_SIZE, _CPU)
-    attention = PagedAttention(pool.layers, None, cache.scales)
+    attention = PagedAttention(pool.layers, choose("cpu", ()), cache.scales)
     model.set_attention(attention)
     blocks = torch.randperm(cache.size.num_blocks - 1)[: -(-len(tokens) // BLOCK_SIZE)] + 1
     logits: list[Tensor] = []

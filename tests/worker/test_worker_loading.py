@@ -31,6 +31,7 @@ from transformers.utils.import_utils import is_kernels_available
 from worker_driver import worker_settings
 
 from worker_svc.cache.kv_pool import AttentionSpec, PoolSize, size_pool
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.devices import find_device
 from worker_svc.loading.runner_loading import convert_out_of_memory, load_runner
 from worker_svc.model.attention import LayerProbe, temporary_attention
@@ -39,7 +40,7 @@ from worker_svc.model.loading import LoadedModel, ModelError, load_model
 from worker_svc.model.quantized.checkpoint_tensors import CheckpointTensors
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.runner import Runner
-from worker_svc.settings import WrongSettingError, parse_size
+from worker_svc.sizes import parse_size
 
 _CPU = torch.device("cpu")
 

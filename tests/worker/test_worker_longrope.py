@@ -16,8 +16,8 @@ from tiny_models import (
 from transformers import Phi3Config, PhimoeConfig
 from worker_driver import STEPS_QUEUE_UP, Driver, LaneClient, Sequence, served_model
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.loading import load_model
-from worker_svc.settings import WrongSettingError
 
 _SHORT_RANGE = 32
 _NUM_TOKENS = 8

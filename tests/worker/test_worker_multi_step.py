@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_sim_runner import FaultySimRunner
 from host_device import HostCapturer, pipelined
 from sim_driver import SMALL
 from tiny_models import llama, save_model
@@ -111,7 +112,7 @@ def rounds(done: int) -> tuple[int, ...]:
 
 
 def test_a_row_that_fails_does_not_run_again() -> None:
-    sim = SimRunner(SMALL)
+    sim = FaultySimRunner(SMALL)
     runner = MultiStepRunner(sim)
     run(runner, prompts())
     sim.failing_seeds.add(2)
@@ -123,7 +124,7 @@ def test_a_row_that_fails_does_not_run_again() -> None:
 
 
 def test_a_row_that_fails_in_a_later_round_keeps_earlier_tokens() -> None:
-    sim = SimRunner(SMALL)
+    sim = FaultySimRunner(SMALL)
     failing = _Failing(sim, seeds=[0], in_round=1)
     [_, output] = run(MultiStepRunner(failing), prompts(), in_rounds())
     assert list(output.failures) == [0]
@@ -158,7 +159,7 @@ def test_a_model_that_fails_in_a_later_round_keeps_earlier_tokens(
 class _Failing:
     """Has seeds fail in a round and behind it."""
 
-    def __init__(self, sim: SimRunner, seeds: Iterable[int], in_round: int) -> None:
+    def __init__(self, sim: FaultySimRunner, seeds: Iterable[int], in_round: int) -> None:
         self._sim, self._seeds, self._in_round = sim, seeds, in_round
         self.last_finished_step = 0
 
@@ -204,7 +205,7 @@ def test_a_recording_of_failures_in_later_rounds_fails_again(
 ) -> None:
     path = tmp_path / "steps"
     recorder = Recorder(path)
-    runner = _Failing(SimRunner(SMALL), seeds, in_round=1)
+    runner = _Failing(FaultySimRunner(SMALL), seeds, in_round=1)
     recorder.put(hello())
     messages = [prompts(), in_rounds()]
     outputs = run(RecordingRunner(MultiStepRunner(runner), recorder), *messages)

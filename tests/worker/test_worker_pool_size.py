@@ -16,8 +16,9 @@ from worker_svc.cache.pool_size import (
     require_capacity,
     require_host_memory,
 )
+from worker_svc.errors import WrongSettingError
 from worker_svc.service.process import host_memory
-from worker_svc.settings import WrongSettingError, size_text
+from worker_svc.sizes import size_text
 
 _MIB, _GIB = 2**20, 2**30
 _GPU = DeviceMemory(

@@ -16,10 +16,10 @@ from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
 from worker_svc.cache.kv_pool import AttentionSpec
 from worker_svc.cache.pool_size import DeviceMemory, PoolSize
 from worker_svc.cache.profiling import ProfileRun, largest_batch, measure
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.device_memory import CudaMeter, MemoryReading
 from worker_svc.gpu.staging import largest_step_bytes
 from worker_svc.model.loading import load_model
-from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
 _MB = 1_000_000

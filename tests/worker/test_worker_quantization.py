@@ -15,12 +15,12 @@ from kernels.dispatch import Implementation, cpp_implementations
 from kernels.inputs.tiled_weight import TiledWeight
 from kernels.linear import PackedWeight, round_rows
 from kernels.quantized import QuantizedWeight, quantize
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.packing import pack_quantized, restore_weights
 from worker_svc.model.quantized.sources import rounded_weights
-from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
 _TRITON = pytest.param(Implementation.TRITON, marks=DEVICES[0].marks)

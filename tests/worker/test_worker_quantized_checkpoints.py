@@ -19,6 +19,7 @@ from triton_devices import DEVICES
 from worker_driver import Driver, LaneClient, Sequence, served_model
 
 from kernels.dispatch import Implementation
+from worker_svc.errors import WrongSettingError
 from worker_svc.model import loading
 from worker_svc.model.checkpoint import ModelError, weights_files
 from worker_svc.model.loading import LoadedModel, load_model
@@ -26,7 +27,6 @@ from worker_svc.model.quantized import formats
 from worker_svc.model.quantized.integers import permutation_of, unpack
 from worker_svc.model.quantized.network import move_stand_ins
 from worker_svc.model.quantized.packing import pack_quantized
-from worker_svc.settings import WrongSettingError
 
 _CPU = torch.device("cpu")
 _PROMPT = [5, 17, 99, 3, 42, 8, 150, 61, 7, 7, 23]

@@ -10,13 +10,13 @@ from shard_models import logits_of, prepared
 from transformers import LlamaConfig
 
 from kernels.quantized import QuantizedWeight
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.loading import load_model
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
 from worker_svc.model.shards.narrowing import rules_of
 from worker_svc.model.shards.quantized_parts import part_of_weight
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.splits import rule_of
-from worker_svc.settings import WrongSettingError
 
 # Sums in another order.
 _TOLERANCE = 1e-3

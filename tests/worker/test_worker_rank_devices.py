@@ -11,6 +11,7 @@ from rank_threads import rank_threads
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from worker_driver import worker_settings
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.ranks import heartbeats, requirements
 from worker_svc.ranks.agreement import report_failure
@@ -22,7 +23,6 @@ from worker_svc.ranks.devices.gpus import (
 )
 from worker_svc.ranks.heartbeats import send_heartbeats
 from worker_svc.ranks.requirements import require_ranks
-from worker_svc.settings import WrongSettingError
 
 _FEW_S = 10.0
 

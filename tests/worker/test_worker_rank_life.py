@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,13 +21,15 @@ from worker_driver import worker_settings
 from worker_processes import logged, worker_process
 
 from benchmarks.chaos.ranks import followers_of
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.ranks import following, heartbeats
 from worker_svc.ranks.agreement import MODEL, wait_for_all
+from worker_svc.ranks.leader import Leader
+from worker_svc.ranks.messages import Kind, Messages
 from worker_svc.ranks.requirements import require_ranks
 from worker_svc.ranks.start import LeadingRanks
-from worker_svc.settings import WrongSettingError
 
 _RANK_LOST = 3
 _TWO = "--tensor-parallel-size=2"
@@ -140,17 +141,27 @@ def test_a_child_that_cannot_load_waits_until_rank_0_has_read_why(
         assert report.is_alive() == (is_child and not has_loaded)
 
 
-def test_watches_the_others_until_they_have_received_the_end() -> None:
-    """They may be silent instead."""
-    calls = Mock()
-    ranks = LeadingRanks(calls.group, calls.leader, calls.store, calls.monitor, calls.processes)
-    ranks.close()
-    assert [name for name, *_ in calls.mock_calls] == [
-        "processes.expect_end",
-        "leader.stop",
-        "monitor.stop",
-        "processes.stop",
-    ]
+def test_watches_the_others_until_they_have_received_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is silent while rank 0 closes is noticed. Messages to stages wait for them."""
+    monkeypatch.setattr(heartbeats, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeats, "SILENCE_S", 0.1)
+    store, lost = HashStore(), SimpleQueue[str]()
+    monitor = heartbeats.HeartbeatMonitor(store, 2, lost.put)
+    with rank_threads(2, num_stages=2) as threads:
+        first, second = threads.groups
+        ranks = LeadingRanks(first, Leader(first), store, monitor, None)
+        monitor.start()
+        ranks.watch()
+        closing = threading.Thread(target=ranks.close, daemon=True)
+        closing.start()
+        store.set("heartbeat/1", "1")
+        assert "rank 1 was silent" in lost.get(timeout=10)
+        assert closing.is_alive()
+        assert Messages(second.broadcast).receive().kind == Kind.STOP
+        closing.join(10)
+        assert not closing.is_alive()
 
 
 @pytest.mark.slow

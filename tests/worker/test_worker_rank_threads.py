@@ -7,9 +7,9 @@ import pytest
 import torch
 from worker_driver import worker_settings
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.ranks.rendezvous import Place, place_of
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
-from worker_svc.settings import WrongSettingError
 
 _VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a.example", "MASTER_PORT": "29500"}
 

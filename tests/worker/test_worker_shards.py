@@ -20,6 +20,7 @@ from kernels.dispatch import Implementation, cpp_implementations
 from worker_svc.cache.cache_setup import CacheSetup, cached_layers
 from worker_svc.cache.kv_scales import KvScales
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.device.device_layers import fuse_device_layers
 from worker_svc.model.elementwise_fusion import fuse
@@ -37,7 +38,6 @@ from worker_svc.ranks.agreement import (
     with_common_size,
 )
 from worker_svc.ranks.group import RankGroup
-from worker_svc.settings import WrongSettingError
 
 _MODELS = FAMILIES | MIXTURES
 # Sums in another order.

@@ -20,6 +20,8 @@ from tiny_models import FAMILIES, MAX_MODEL_LEN, save_model
 from torch import Tensor
 from worker_driver import Sampling, worker_settings
 
+from kernels.dispatch import choose
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.drafter_loading import require_speculation
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.logits import built_in
@@ -29,7 +31,6 @@ from worker_svc.plan.inputs import Ints
 from worker_svc.plan.logits_params import LogitsParams
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.step_runner import LoadedRunner
-from worker_svc.settings import WrongSettingError
 from worker_svc.speculation.draft_lengths import DraftLengths
 from worker_svc.speculation.draft_lines import DraftLines
 from worker_svc.speculation.prompt_lookup import PromptLookup
@@ -81,12 +82,12 @@ def test_what_followed_before_is_proposed(loaded: LoadedRunner) -> None:
     ]
     expected = run_jobs(loaded.runner, jobs, How())
     for most in range(1, 6):
-        drafter = PromptLookup(most, tables_of(loaded))
+        drafter = PromptLookup(most, tables_of(loaded), choose("cpu", ()))
         found = run_jobs(with_drafter(loaded, drafter), jobs, How(lookahead=2 * most))
         check_equal(found, expected)
         assert 0 < found.num_accepted <= found.num_drafts
     full = [*jobs, *mixed_jobs()[3:], *mixed_jobs()[3:]]
-    drafter = PromptLookup(5, tables_of(loaded))
+    drafter = PromptLookup(5, tables_of(loaded), choose("cpu", ()))
     found = run_jobs(with_drafter(loaded, drafter), full, How(lookahead=10))
     check_equal(found, run_jobs(loaded.runner, full, How()))
     # Where all rows run there is no room; later some have ended.

@@ -14,6 +14,7 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
 from worker_driver import worker_settings
 
 from worker_svc.cache.cache_setup import cached_layers
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.model_preparation import PreparedModel
 from worker_svc.loading.runner_loading import load_runner
 from worker_svc.model.checkpoint import ModelError
@@ -24,7 +25,6 @@ from worker_svc.model.stages.division import divide
 from worker_svc.model.stages.narrowing import head_of, require_uniform_layers
 from worker_svc.model.stages.stage import Stage
 from worker_svc.ranks.agreement import connect_equal
-from worker_svc.settings import WrongSettingError
 
 _MODELS = FAMILIES | MIXTURES
 # Sums in another order.

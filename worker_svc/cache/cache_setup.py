@@ -25,13 +25,14 @@ from worker_svc.cache.pool_size import (
     require_host_memory,
 )
 from worker_svc.cache.profiling import ProfileBatch, ProfileRun, largest_batch, measure, run_batch
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.device_memory import MemoryMeter
 from worker_svc.gpu.graphs import graph_sizes
 from worker_svc.gpu.staging import largest_step_bytes
 from worker_svc.logits.penalties import largest_counts_bytes
 from worker_svc.model.served_model import ServedModel
 from worker_svc.service.process import host_memory, num_local_ranks
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger()
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worker_svc.settings import WrongSettingError, size_text
+from worker_svc.errors import WrongSettingError
+from worker_svc.sizes import size_text
 
 _CPU_CACHE_BYTES = 2**30
 # The allocation unit of a GPU's driver, to which a large tensor is rounded up.

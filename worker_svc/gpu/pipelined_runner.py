@@ -56,11 +56,11 @@ class PipelinedRunner:
         tables: RowTables,
         streams: Streams,
         processors: LogitsPipeline,
-        implementation: Implementation | None,
+        implementation: Implementation,
         followers: Followers | None,
     ) -> None:
-        """`implementation` is that of the sampler; the default is the best one available.
-        `followers` are the other ranks of a worker, which run its passes."""
+        """`implementation` is that of the sampler. `followers` are the other ranks of a worker,
+        which run its passes."""
         self._forward = device_pass.forward
         self._model = device_pass.forward.model
         self._followers = followers

@@ -2,7 +2,7 @@
 
 import torch
 
-from worker_svc.settings import WrongSettingError
+from worker_svc.errors import WrongSettingError
 
 
 def find_device(device: str) -> torch.device:

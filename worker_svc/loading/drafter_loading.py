@@ -11,6 +11,7 @@ import torch
 from kernels.dispatch import Implementation
 from worker_svc.cache.cache_setup import CachedLayers, cached_layers
 from worker_svc.cache.kv_pool import KvPool
+from worker_svc.errors import WrongSettingError
 from worker_svc.loading.model_source import ModelSource, load_source
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.load_progress import LoadProgress
@@ -18,7 +19,7 @@ from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import ServedModel
 from worker_svc.plan.tables import RowTables
 from worker_svc.runner.sampling_params import SamplingParams
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 from worker_svc.speculation.draft_model import DraftModel
 from worker_svc.speculation.draft_passes import DraftPasses
 from worker_svc.speculation.drafter import Drafter

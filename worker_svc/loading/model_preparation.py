@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from kernels.dispatch import Implementation, NoSuchKernel, choose
 from kernels.flash import FlashAttention
 from worker_svc.cache.kv_pool import with_cache_dtype
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.decoder_layers import fuse_layers
 from worker_svc.model.device.device_layers import fuse_device_layers
 from worker_svc.model.elementwise_fusion import fuse, has_kernels
@@ -41,7 +42,7 @@ from worker_svc.model.weight_readers import ProbedWeights, has_finite_logits, pr
 from worker_svc.packed.capture import packed_network
 from worker_svc.packed.packed_model import PackedNetwork
 from worker_svc.ranks.group import RankGroup
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger()
 

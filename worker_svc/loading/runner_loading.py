@@ -13,6 +13,7 @@ from structlog.contextvars import bound_contextvars
 
 from worker_svc.cache.cache_setup import CacheSetup, set_up_cache
 from worker_svc.cache.kv_pool import KvPool, dtype_name
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.gpu_lock import exclusive_lock, lock_file
 from worker_svc.grammar.compiler import find_grammars
@@ -47,7 +48,7 @@ from worker_svc.ranks.threads import keep_to_own_cores, set_threads
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.step_runner import Identity, LoadedRunner, no_op
 from worker_svc.service.process import keep_freed_memory, return_freed_memory
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 
 def load_runner(settings: WorkerSettings) -> LoadedRunner:

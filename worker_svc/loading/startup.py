@@ -79,7 +79,7 @@ def start_runner(
 def _context(
     model: ServedModel,
     tables: RowTables,
-    implementation: Implementation | None,
+    implementation: Implementation,
     upload: Callable[[NDArray[Any], torch.device], Tensor],
     grammars: GrammarCompiler | None,
 ) -> ProcessorContext:
@@ -108,7 +108,7 @@ def start_pipelined(
     pool: KvPool,
     attention: PagedAttention,
     tables: RowTables,
-    implementation: Implementation | None,
+    implementation: Implementation,
     streams: Streams,
     capturer: Capturer | None,
     grammars: GrammarCompiler | None = None,
@@ -142,7 +142,7 @@ def start_pipelined(
     )
 
 
-def _sample(logits: Tensor, implementation: Implementation | None) -> Sequence[Tensor]:
+def _sample(logits: Tensor, implementation: Implementation) -> Sequence[Tensor]:
     """Run every path of the sampler, with log-probabilities and without."""
     num_rows, device = len(logits), logits.device
     for temperature, top_k, top_p in _SAMPLING:
@@ -160,7 +160,7 @@ def _sample(logits: Tensor, implementation: Implementation | None) -> Sequence[T
     return [tokens, entries.token_ids, entries.logprobs, entries.ranks]
 
 
-def _change(logits: Tensor, implementation: Implementation | None) -> None:
+def _change(logits: Tensor, implementation: Implementation) -> None:
     """Run all changes of logits."""
     (num_rows, vocab_size), device = logits.shape, logits.device
     lines = torch.arange(num_rows, device=device)

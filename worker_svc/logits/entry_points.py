@@ -6,8 +6,8 @@ from typing import Final
 
 import structlog
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.logits.built_in import ProcessorFactory
-from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
 

@@ -36,7 +36,7 @@ class ProcessorContext:
     max_num_seqs: int
     max_model_len: int
     device: torch.device
-    implementation: Implementation | None  # of the kernels; None: the best one available
+    implementation: Implementation  # of the kernels
     # Copies an array to `device` without waiting for it. The array may be changed afterwards.
     upload: Callable[[NDArray[Any]], Tensor]
     # None if the model has no tokenizer that the grammar library reads.

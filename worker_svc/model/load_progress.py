@@ -9,7 +9,7 @@ from typing import Final, TextIO
 import structlog
 
 from quire.service.progress_file import Progress, write_progress
-from worker_svc.settings import size_text
+from worker_svc.sizes import size_text
 
 log = structlog.get_logger()
 

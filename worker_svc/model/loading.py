@@ -16,6 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from quire.service.model_files import WEIGHTS_FILES
 from worker_svc.cache.kv_pool import AttentionSpecs, dtype_name
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.attention import (
     LayerProbe,
     UnsupportedModelError,
@@ -40,7 +41,7 @@ from worker_svc.model.served_model import AttentionFunction, FinalStates
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.shard_loading import layers_of, load_shard
 from worker_svc.model.split_forward import split_forward
-from worker_svc.settings import WrongSettingError, size_text
+from worker_svc.sizes import size_text
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from kernels.flash_dispatch import AttentionNeeds, choose_flash
 from kernels.kv_write import kv_write
 from worker_svc.cache.kv_pool import AttentionSpec
 from worker_svc.cache.kv_scales import KvScales
-from worker_svc.settings import WrongSettingError
+from worker_svc.errors import WrongSettingError
 
 log = structlog.get_logger()
 
@@ -68,12 +68,12 @@ class PagedAttention:
     def __init__(
         self,
         layers: Sequence[tuple[Tensor, Tensor]],
-        implementation: Implementation | None = None,
+        implementation: Implementation,
         scales: Sequence[KvScales] | None = None,
         flash: FlashAttention | None = None,
     ) -> None:
-        """`implementation` is that of both kernels; the default is the best one available. `scales`
-        are those of the layers' caches; the default is 1.0. `flash` replaces the kernel."""
+        """`implementation` is that of both kernels. `scales` are those of the layers' caches; the
+        default is 1.0. `flash` replaces the kernel."""
         self._layers = layers
         self._implementation = implementation
         self._scales = scales or [KvScales()] * len(layers)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from kernels.attention import PagedBatch
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.loading import LoadedModel
 from worker_svc.model.paged_attention import PagedAttention
 from worker_svc.model.served_model import AttentionFunction
-from worker_svc.settings import WrongSettingError
 
 log = structlog.get_logger()
 

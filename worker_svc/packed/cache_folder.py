@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 import structlog
 
 from worker_svc.packed.tensor_file import TensorFileWriter
-from worker_svc.settings import size_text
+from worker_svc.sizes import size_text
 
 log = structlog.get_logger()
 

@@ -23,7 +23,8 @@ from worker_svc.packed.key import packed_model_key
 from worker_svc.packed.mapping import Mapping
 from worker_svc.packed.packed_model import PackedModel, PackedNetwork
 from worker_svc.packed.tensor_file import DamagedFileError, TensorFile, TensorFileWriter
-from worker_svc.settings import WorkerSettings, size_text
+from worker_svc.settings import WorkerSettings
+from worker_svc.sizes import size_text
 
 log = structlog.get_logger()
 

@@ -11,11 +11,12 @@ from worker_svc.cache.cache_setup import CacheSetup
 from worker_svc.cache.kv_pool import dtype_name
 from worker_svc.cache.kv_scales import KvMaxima
 from worker_svc.cache.pool_size import PoolSize
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.served_model import ServedModel
 from worker_svc.ranks.devices.device_exchange import connect_nccl
 from worker_svc.ranks.group import RankGroup
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger()
 

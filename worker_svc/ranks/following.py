@@ -13,6 +13,7 @@ from structlog.contextvars import bind_contextvars
 from quire.service.logs import configure_logging
 from worker_svc.cache.cache_setup import set_up_cache
 from worker_svc.cache.kv_pool import KvPool
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.device_memory import CudaMeter
 from worker_svc.gpu.device_pass import StepSizes
 from worker_svc.gpu.streams import CudaStreams
@@ -37,7 +38,7 @@ from worker_svc.ranks.heartbeats import send_heartbeats
 from worker_svc.ranks.rendezvous import own_place
 from worker_svc.ranks.threads import keep_to_own_cores, set_threads
 from worker_svc.service.process import keep_freed_memory, resume_collections, return_freed_memory
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger()
 

@@ -10,7 +10,8 @@ from typing import Final
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.errors import WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK: Final = "127.0.0.1"

@@ -5,7 +5,8 @@ from typing import Final
 import torch
 from torch.distributed import is_nccl_available
 
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.errors import WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 _TENSOR: Final = "--tensor-parallel-size / QUIRE_WORKER_TENSOR_PARALLEL_SIZE"
 _PIPELINE: Final = "--pipeline-parallel-size / QUIRE_WORKER_PIPELINE_PARALLEL_SIZE"

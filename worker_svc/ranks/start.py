@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import Store
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.ranks.agreement import report_failure
 from worker_svc.ranks.group import RankGroup, end_process
 from worker_svc.ranks.heartbeats import HeartbeatMonitor
 from worker_svc.ranks.leader import Leader
 from worker_svc.ranks.processes import FollowerProcesses
 from worker_svc.ranks.rendezvous import LOOPBACK, Place, own_place
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 
 @dataclass

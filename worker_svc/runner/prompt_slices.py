@@ -28,7 +28,7 @@ def prompt_logprobs(
     token_ids: Tensor,
     num_top: int,
     vocab_size: int,
-    implementation: Implementation | None,
+    implementation: Implementation,
 ) -> TokenLogprobs:
     """Of `token_ids`, each in the place after the token `logits_indices` of the batch."""
     num_tokens = len(token_ids)

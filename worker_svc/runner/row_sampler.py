@@ -39,7 +39,7 @@ class RowSampler:
         tables: RowTables,
         processors: LogitsPipeline,
         device: torch.device,
-        implementation: Implementation | None,
+        implementation: Implementation,
     ) -> None:
         self._tables = tables
         self._processors = processors

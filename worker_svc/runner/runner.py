@@ -67,12 +67,12 @@ class Runner:
         attention: PagedAttention,
         tables: RowTables,
         processors: LogitsPipeline,
-        implementation: Implementation | None = None,
+        implementation: Implementation,
         drafter: Drafter | None = None,
         begin_logits: BeginLogits | None = None,
     ) -> None:
-        """`implementation` is that of the sampler; the default is the best one available. Without
-        a drafter nothing is speculated. `begin_logits` is that of a model of several stages."""
+        """`implementation` is that of the sampler. Without a drafter nothing is speculated.
+        `begin_logits` is that of a model of several stages."""
         self._model = model
         self._begin_logits = begin_logits or self._logits_at_once
         self._pool = pool

@@ -18,11 +18,12 @@ from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.logs import configure_logging
+from worker_svc.errors import WrongSettingError
 from worker_svc.runner.device_thread import DeviceThread
 from worker_svc.runner.step_runner import LoadedRunner
 from worker_svc.service.recorder import Recorder, RecordingRunner
 from worker_svc.service.servicer import WorkerServicer
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ from google.protobuf import proto
 from google.protobuf.message import DecodeError
 
 from quire.internal.v1 import worker_pb2
+from worker_svc.errors import WrongSettingError
 from worker_svc.plan.logprobs import Logprobs
 from worker_svc.plan.prompt_logprobs import PromptLogprobs
-from worker_svc.settings import WrongSettingError
 
 
 @dataclass(frozen=True)

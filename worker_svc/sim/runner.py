@@ -25,7 +25,7 @@ from worker_svc.sim.device_clock import DeviceClock
 from worker_svc.sim.drafter import Drafts, SimDrafter
 from worker_svc.sim.kv_checker import KvChecker
 from worker_svc.sim.recorded_tokens import RecordedStep, RecordedSteps
-from worker_svc.sim.sampling import logprobs_at, seeds_after, tokens_at
+from worker_svc.sim.sampling import Words, logprobs_at, tokens_at
 
 # A shell's exit status after SIGKILL. The signal itself would not do: the first process of a
 # container cannot send it to itself.
@@ -46,8 +46,6 @@ class SimModel:
     step_ms: float = 0.0  # of every forward pass
     token_us: float = 0.0  # more for each scheduled token
     context_ns: float = 0.0  # more for each token attended to
-    # Log-probabilities depend on the last token, too, not only on seed and position.
-    token_logprobs: bool = False
     longest_jump: int = 0  # of rows with look-ahead: after token t they jump by t % (this + 1)
     num_speculative_tokens: int = 0
     acceptance_rate: float = 0.0  # the share of drafts that are right
@@ -106,12 +104,8 @@ class _Sampled(NamedTuple):
 
 
 class SimRunner:
-    """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps.
-
-    For tests: steps wait while `gate` is cleared, rows whose seed is in `failing_seeds` fail when
-    they sample, and rows with look-ahead do not sample in the first `num_holds` steps of each seed,
-    as those whose grammars are being compiled.
-    """
+    """One simulated worker: tables, a KV checker, and a clock. One thread runs all steps, which
+    wait while `gate` is cleared."""
 
     def __init__(
         self,
@@ -125,9 +119,6 @@ class SimRunner:
         self._poison = poison
         self.gate = threading.Event()
         self.gate.set()
-        self.failing_seeds: set[int] = set()
-        self.num_holds = 0
-        self._held: Counter[int] = Counter()  # by seed
         self._tables = RowTables(
             max_num_seqs=model.max_num_seqs,
             max_model_len=model.max_model_len,
@@ -215,8 +206,17 @@ class SimRunner:
         """Sample, add failing rows to `failures`, and write the tokens into the table."""
         tables = self._tables
         recorded = self._recorded_round(plan)
-        sampling = self._without_held(plan, rows[inputs.sampling_mask], recorded)
-        sampling = self._without_failing(sampling, recorded, failures)
+        sampling = rows[inputs.sampling_mask]
+        if held := self._held_rows(plan, sampling, recorded):
+            is_held = np.isin(sampling, held)
+            # Their last tokens are computed again.
+            tables.hold_back(sampling[is_held])
+            sampling = sampling[~is_held]
+        if failing := self._failing_rows(sampling, recorded):
+            for row in failing:
+                tables.fail(row, NO_TOKEN)
+                failures[row] = NO_TOKEN
+            sampling = sampling[~np.isin(sampling, failing)]
         if recorded is None:
             tokens = self._tokens(sampling)
             logprobs = self._logprobs(sampling, tokens)
@@ -265,38 +265,18 @@ class SimRunner:
             return None
         return rounds[plan.round] if plan.round < len(rounds) else RecordedStep({})
 
-    def _without_held(self, plan: Plan, rows: Ints, recorded: RecordedStep | None) -> Ints:
-        """The rows that may sample now; the last tokens of the others are computed again."""
-        lookahead = lookahead_rows(plan)
-        if not lookahead:
-            return rows
-        if recorded is not None:
-            held = [row for row in lookahead if row not in recorded.token_ids]
-            held = [row for row in held if row not in recorded.failed]
-        else:
-            seeds = {row: int(self._tables.seeds[row]) for row in rows.tolist() if row in lookahead}
-            held = [row for row, seed in seeds.items() if self._held[seed] < self.num_holds]
-            self._held.update(seeds[row] for row in held)
-        is_held = np.isin(rows, held)
-        self._tables.hold_back(rows[is_held])
-        return rows[~is_held]
+    def _held_rows(self, plan: Plan, rows: Ints, recorded: RecordedStep | None) -> list[int]:
+        """The rows that may not sample yet, because their grammars are being compiled."""
+        if recorded is None:
+            return []
+        ended = recorded.token_ids.keys() | recorded.failed
+        return [row for row in lookahead_rows(plan) if row not in ended]
 
-    def _without_failing(
-        self, rows: Ints, recorded: RecordedStep | None, failures: dict[int, RowFailure]
-    ) -> Ints:
-        """The rows that do not fail now; failing ones are added to `failures`."""
-        if recorded is not None:
-            failing = [row for row in rows.tolist() if row not in recorded.token_ids]
-        elif self.failing_seeds:
-            seeds = self._tables.seeds[rows].tolist()
-            pairs = zip(rows.tolist(), seeds, strict=True)
-            failing = [row for row, seed in pairs if seed in self.failing_seeds]
-        else:
-            return rows
-        for row in failing:
-            self._tables.fail(row, NO_TOKEN)
-            failures[row] = NO_TOKEN
-        return rows[~np.isin(rows, failing)]
+    def _failing_rows(self, rows: Ints, recorded: RecordedStep | None) -> list[int]:
+        """Those of the rows that fail when they sample."""
+        if recorded is None:
+            return []
+        return [row for row in rows.tolist() if row not in recorded.token_ids]
 
     def _logprobs(self, rows: Ints, tokens: Ints) -> Logprobs | None:
         """None if no row requests any."""
@@ -305,14 +285,15 @@ class SimRunner:
         if not has_logprobs.any():
             return None
         asked = rows[has_logprobs]
-        seeds, positions = self._tables.seeds[asked], self._tables.num_tokens[asked]
-        if self.model.token_logprobs:
-            seeds = seeds_after(seeds, self._tables.token_table[asked, positions - 1])
+        seeds, positions = self._logprob_seeds(asked), self._tables.num_tokens[asked]
         num_top = int(num_logprobs.max()) - 1
         vocab_size = self.model.vocab_size
         return Logprobs.pack(
             num_logprobs, *logprobs_at(seeds, positions, tokens[has_logprobs], num_top, vocab_size)
         )
+
+    def _logprob_seeds(self, rows: Ints) -> Words:
+        return self._tables.seeds[rows]
 
     def _prompt_logprobs(self, plan: Plan, targets: PromptTargets | None) -> PromptLogprobs | None:
         recorded = self._recorded_round(plan)

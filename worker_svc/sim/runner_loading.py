@@ -7,10 +7,11 @@ from typing import Any
 import structlog
 
 from worker_svc.cache.pool_size import require_capacity
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.checkpoint import ModelError, find_model
 from worker_svc.runner.multi_step import MultiStepRunner
 from worker_svc.runner.step_runner import LoadedRunner
-from worker_svc.settings import WorkerSettings, WrongSettingError
+from worker_svc.settings import WorkerSettings
 from worker_svc.sim.recorded_tokens import read_tokens
 from worker_svc.sim.runner import Poison, SimModel, SimRunner
 

@@ -25,11 +25,6 @@ def words_at(seeds: Words, positions: Ints) -> Words:
     return mix(seeds + steps * np.uint64(0x9E3779B97F4A7C15))
 
 
-def seeds_after(seeds: Words, token_ids: NDArray[np.int32]) -> Words:
-    """The seeds of log-probabilities that depend on the last token."""
-    return mix(seeds + token_ids.astype(np.uint64) + np.uint64(1))
-
-
 def tokens_at(seeds: Words, positions: Ints, vocab_size: int) -> Ints:
     """The token at an absolute position of a sequence: `words_at` modulo `vocab_size`.
 

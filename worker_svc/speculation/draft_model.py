@@ -27,7 +27,7 @@ class DraftModel:
         passes: DraftPasses,
         tables: RowTables,
         params: SamplingParams,
-        implementation: Implementation | None = None,
+        implementation: Implementation,
     ) -> None:
         """`implementation` is that of the sampler."""
         self._passes = passes

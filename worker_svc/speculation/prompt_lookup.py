@@ -18,7 +18,7 @@ class PromptLookup:
         self,
         num_speculative_tokens: int,
         tables: RowTables,
-        implementation: Implementation | None = None,
+        implementation: Implementation,
     ) -> None:
         """`num_speculative_tokens` is the most drafts of a row in a step."""
         self._tables = tables

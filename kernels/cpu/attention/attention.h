@@ -22,10 +22,9 @@ struct AttentionCall {
   const int64_t* query_start_loc;  // [num_seqs + 1]
   const int64_t* seq_lens;         // [num_seqs]
   float scale;
-  float softcap;               // 0: none
-  int64_t sliding_window;      // 0: none
-  const float* sinks;          // [num_heads] or null
-  const float* alibi_slopes;   // [num_heads] or null
+  float softcap;           // 0: none
+  int64_t sliding_window;  // 0: none
+  const float* sinks;      // [num_heads] or null
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
 };

@@ -53,10 +53,8 @@ std::vector<Stage> stages(const Tensor& out, const Tensor& query, const Tensor& 
                           const Tensor& v_cache, const Tensor& block_table,
                           const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                           int64_t sliding_window, double softcap,
-                          const std::optional<Tensor>& sinks,
-                          const std::optional<Tensor>& alibi_slopes, double k_scale,
-                          double v_scale, int64_t partition_keys, int64_t isa,
-                          const Partials& partials) {
+                          const std::optional<Tensor>& sinks, double k_scale, double v_scale,
+                          int64_t partition_keys, int64_t isa, const Partials& partials) {
   const int64_t num_seqs = seq_lens.numel(), num_heads = query.size(1);
   TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == num_seqs &&
                   block_table.scalar_type() == at::kInt && block_table.is_contiguous(),
@@ -86,7 +84,6 @@ std::vector<Stage> stages(const Tensor& out, const Tensor& query, const Tensor& 
       static_cast<float>(softcap),
       sliding_window,
       per_head(sinks, num_heads),
-      per_head(alibi_slopes, num_heads),
   };
   check_batch(call, query.size(0), k_cache.size(0));
   const Functions& functions = functions_of(static_cast<Isa>(isa));
@@ -110,12 +107,11 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& k_cac
                      const Tensor& v_cache, const Tensor& block_table,
                      const Tensor& query_start_loc, const Tensor& seq_lens, double scale,
                      int64_t sliding_window, double softcap, const std::optional<Tensor>& sinks,
-                     const std::optional<Tensor>& alibi_slopes, double k_scale, double v_scale,
-                     int64_t partition_keys, int64_t isa) {
+                     double k_scale, double v_scale, int64_t partition_keys, int64_t isa) {
   const Tensor dense_query = dense(query);
   run_stages(stages(out, dense_query, k_cache, v_cache, block_table, query_start_loc, seq_lens,
-                    scale, sliding_window, softcap, sinks, alibi_slopes, k_scale, v_scale,
-                    partition_keys, isa, std::make_shared<PartialMemory>()),
+                    scale, sliding_window, softcap, sinks, k_scale, v_scale, partition_keys, isa,
+                    std::make_shared<PartialMemory>()),
              Backup::kNever);
 }
 
@@ -125,8 +121,8 @@ TORCH_LIBRARY_FRAGMENT(quire, library) {
   library.def(
       "paged_attention(Tensor(a!) out, Tensor query, Tensor k_cache, Tensor v_cache, "
       "Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, "
-      "int sliding_window, float softcap, Tensor? sinks, Tensor? alibi_slopes, float k_scale, "
-      "float v_scale, int partition_keys, int isa) -> ()",
+      "int sliding_window, float softcap, Tensor? sinks, float k_scale, float v_scale, "
+      "int partition_keys, int isa) -> ()",
       &paged_attention);
   library.def("best_isa", [] { return static_cast<int64_t>(best_isa()); });
 }

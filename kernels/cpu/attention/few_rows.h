@@ -151,8 +151,8 @@ class FewRowsAttention {
     const Span span{seen_.begin / kLanes * kLanes, rounded_up(seen_.end, kLanes)};
     for (int64_t head = 0; head < item_.num_heads; ++head) {
       for (int64_t row = 0; row < layout_.rows; ++row) {
-        rows_.update_row<Weight>(head, row, scores_ + rows_.index(head, row) * kStreamedKeys,
-                                 tile_.first_key, span, seen(row));
+        rows_.update_row<Weight>(head, row, scores_ + rows_.index(head, row) * kStreamedKeys, span,
+                                 seen(row));
       }
     }
   }

@@ -86,14 +86,11 @@ class ItemRows {
     return {within(begin), within(end)};
   }
 
-  // Replaces a row's scores of the keys in `span`, whole vectors of the tile at `first_key`, by
-  // weights. The row sees the keys in `seen`.
+  // Replaces a row's scores of the keys in `span`, whole vectors of a tile, by weights. The row sees
+  // the keys in `seen`.
   template <typename Weight>
-  void update_row(int64_t head, int64_t row, float* scores, int64_t first_key, Span span,
-                  Span seen) {
-    if (call.softcap > 0.0f || call.alibi_slopes != nullptr) {
-      adjust_scores(scores, head, row, first_key, span);
-    }
+  void update_row(int64_t head, int64_t row, float* scores, Span span, Span seen) {
+    if (call.softcap > 0.0f) cap_scores(scores, span);
     const float factor = update_softmax<Weight>(scores, span, seen, states_[index(head, row)]);
     if (factor == 1.0f) return;
     float* sum = sums(head, row);
@@ -146,18 +143,10 @@ class ItemRows {
     std::memcpy(to, from, dim * sizeof(BFloat16));
   }
 
-  // Applies the soft-cap, then the ALiBi bias by distance (Press et al., "Train Short, Test Long",
-  // 2022).
-  void adjust_scores(float* scores, int64_t head, int64_t row, int64_t first_key, Span span) {
+  void cap_scores(float* scores, Span span) {
     const float cap = call.softcap;
-    const float slope =
-        call.alibi_slopes == nullptr ? 0.0f : call.alibi_slopes[query_head(head, row)];
-    const Floats lanes = lane_numbers();
     for (int64_t j = span.begin; j < span.end; j += kLanes) {
-      Floats x = load(scores + j);
-      if (cap > 0.0f) x = hyperbolic_tangent(x / cap) * cap;
-      x += (lanes + static_cast<float>(first_key + j - position(row))) * slope;
-      store(scores + j, x);
+      store(scores + j, hyperbolic_tangent(load(scores + j) / cap) * cap);
     }
   }
 

@@ -40,8 +40,7 @@ class ManyRowsAttention {
     score_block(head, row, span);
     const Span vectors{span.begin / kLanes * kLanes, rounded_up(span.end, kLanes)};
     for (int64_t i = row; i < end_row; ++i) {
-      rows_.update_row<Weight>(head, i, scores_ + (i - row) * kPackedKeys, offsets_.first_key,
-                               vectors, seen(i));
+      rows_.update_row<Weight>(head, i, scores_ + (i - row) * kPackedKeys, vectors, seen(i));
     }
     add_block(head, row, span);
   }

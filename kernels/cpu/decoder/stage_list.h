@@ -174,7 +174,7 @@ class StageList {
     for (Stage& stage :
          attention::stages(results.attended, views.queries, k_cache, v_cache, step.block_table,
                            step.query_start_loc, step.seq_lens, weights_.scales[layer],
-                           weights_.windows[layer], 0.0, std::nullopt, std::nullopt, k_scale, v_scale, 0,
+                           weights_.windows[layer], 0.0, std::nullopt, k_scale, v_scale, 0,
                            weights_.isa, results.partials))
       add(std::move(stage));
     add_summed(layer, kOProj, views.flat_attended, in_, results.post_attention,

@@ -6,9 +6,9 @@ from typing import Any, Final
 from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.shards import splits
 from worker_svc.model.shards.shard import Shard
-from worker_svc.settings import WrongSettingError
 
 _SETTING: Final = "--tensor-parallel-size / QUIRE_WORKER_TENSOR_PARALLEL_SIZE"
 # The plan of transformers for models whose layers are attention and a gated MLP.

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.quantized import QuantizedWeight, quantize
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.quantized.checkpoint_tensors import StoredWeight
 from worker_svc.model.quantized.sources import WeightSource
 from worker_svc.model.shards.shard import Shard
 from worker_svc.model.shards.splits import Rule, Split, kept_range
-from worker_svc.settings import WrongSettingError
 
 _SETTING: Final = "--tensor-parallel-size / QUIRE_WORKER_TENSOR_PARALLEL_SIZE"
 _OUTPUTS: Final = 0

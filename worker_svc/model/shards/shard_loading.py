@@ -30,7 +30,7 @@ from worker_svc.model.stages.narrowing import (
     stand_in_rows,
 )
 from worker_svc.model.stages.stage import Stage
-from worker_svc.settings import size_text
+from worker_svc.sizes import size_text
 
 log = structlog.get_logger()
 

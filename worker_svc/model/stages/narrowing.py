@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.checkpoint import ModelError
 from worker_svc.model.quantized.checkpoint_tensors import StoredTensor
 from worker_svc.model.stages.stage import Stage
-from worker_svc.settings import WrongSettingError
 
 _SETTING: Final = "--pipeline-parallel-size / QUIRE_WORKER_PIPELINE_PARALLEL_SIZE"
 _LAYER: Final = re.compile(r"(?P<before>(?:.*\.)?(?:layers|h)\.)(?P<layer>\d+)(?P<after>\..+)")

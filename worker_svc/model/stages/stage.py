@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.model.stages.division import divide
-from worker_svc.settings import WrongSettingError
 
 _STAGES: Final = "--pipeline-parallel-size / QUIRE_WORKER_PIPELINE_PARALLEL_SIZE"
 _LAYERS: Final = "--pipeline-layers / QUIRE_WORKER_PIPELINE_LAYERS"

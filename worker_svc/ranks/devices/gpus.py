@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.gpu_lock import exclusive_lock, lock_file
 from worker_svc.loading.devices import gpu_uuid
 from worker_svc.ranks.agreement import GPU, raise_reported
 from worker_svc.ranks.group import RankGroup
 from worker_svc.service.process import local_rank, num_local_ranks
-from worker_svc.settings import WrongSettingError
 
 
 def gpu_index(rank: int, num_ranks: int, num_gpus: int) -> int:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from worker_svc.errors import WrongSettingError
 from worker_svc.gpu.graphs import Capturer, CudaCapturer, Replay, first_cause
-from worker_svc.settings import WrongSettingError
 
 
 class RequiredCapturer:
