@@ -71,7 +71,10 @@ class RetryPolicy:
     def begin_attempt(self) -> float | None:
         """Begin an attempt; return its timeout. QuireError if the deadline has passed, or the
         client was closed since the last attempt."""
-        if self._last_error is not None:
+        if self._last_error is None:
+            # Others may have found another gateway since this call was planned.
+            self.target = self._targets.current
+        else:
             self._check_open()
         self._attempted_s = self._clock()
         if self._deadline_s is None:

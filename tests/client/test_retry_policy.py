@@ -79,3 +79,20 @@ def test_a_long_attempt_that_breaks_begins_the_time_anew(policy: RetryPolicy, cl
     for reason in ("SCHEDULER_AWAY", None, "SCHEDULER_AWAY", None, "SCHEDULER_AWAY"):
         assert gives_up_after(policy, clock, 20.0, failure(reason), most=1) is None
     assert gives_up_after(policy, clock, 20.0, failure("SCHEDULER_AWAY"), most=1) is not None
+
+
+def test_a_first_attempt_is_sent_to_the_gateway_that_served_last(clock: Clock) -> None:
+    """Calls of a batch are planned together, and begin one after another."""
+    targets = Targets("a:1,b:2")
+    first, second, third = (RetryPolicy(targets, _TIMEOUT_S, clock=clock) for _ in range(3))
+    for policy in (first, second):
+        policy.begin_attempt()
+        policy.backoff_s(failure())
+    first.begin_attempt()
+    first.record_progress()
+    third.begin_attempt()
+    assert (first.target, third.target) == ("b:2", "b:2")
+    # A retry is sent to the gateway after the one that failed, whatever others have found.
+    targets.current = "a:1"
+    second.begin_attempt()
+    assert second.target == "b:2"
