@@ -64,6 +64,8 @@ class RetryPolicy:
         self._jitter = jitter
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._attempted_s = 0.0
+        # When the next attempt is due.
+        self._due_s = 0.0
         self._failing_since_s: float | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._last_error: QuireError | None = None
@@ -77,6 +79,9 @@ class RetryPolicy:
         else:
             self._check_open()
         self._attempted_s = self._clock()
+        if self._failing_since_s is not None:
+            # A retry that waits for room among other calls does not fail meanwhile.
+            self._failing_since_s += max(0.0, self._attempted_s - self._due_s)
         if self._deadline_s is None:
             return None
         left_s = max(0.0, self._deadline_s - self._attempted_s)
@@ -109,7 +114,9 @@ class RetryPolicy:
         self.target = self._targets.after(self.target)
         # An overloaded server's time; after other failures another server may be ready at once.
         overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        return self._next_delay(now, (error.retry_after_s or 0.0) if overloaded else 0.0)
+        delay_s = self._next_delay(now, (error.retry_after_s or 0.0) if overloaded else 0.0)
+        self._due_s = now + delay_s
+        return delay_s
 
     def _check_open(self) -> None:
         if self._is_closed():

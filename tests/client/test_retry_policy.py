@@ -81,6 +81,18 @@ def test_a_long_attempt_that_breaks_begins_the_time_anew(policy: RetryPolicy, cl
     assert gives_up_after(policy, clock, 20.0, failure("SCHEDULER_AWAY"), most=1) is not None
 
 
+def test_the_wait_for_room_among_other_calls_is_no_failure(
+    policy: RetryPolicy, clock: Clock
+) -> None:
+    for _ in range(5):
+        # The retry is due after its delay, and begins later.
+        assert gives_up_after(policy, clock, 0.5, failure(), most=1) is None
+        clock.now_s += 2 * _TIMEOUT_S
+    seconds = gives_up_after(policy, clock, 0.5, failure(), most=1000)
+    assert seconds is not None
+    assert _TIMEOUT_S - 10 <= seconds < _TIMEOUT_S + 3
+
+
 def test_a_first_attempt_is_sent_to_the_gateway_that_served_last(clock: Clock) -> None:
     """Calls of a batch are planned together, and begin one after another."""
     targets = Targets("a:1,b:2")
