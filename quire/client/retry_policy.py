@@ -18,6 +18,9 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 # An attempt of this duration had reached a server, because failures to connect are shorter.
 _REACHED_S = 5.0
+# So many such attempts begin the time without progress anew: a request may wait long for a worker.
+# More mean that a proxy breaks the connection before the response, each time again.
+_MAX_RESTARTS = 5
 _TAKEN_OVER = "TAKEN_OVER"
 # The reason of a gateway whose wait for a scheduler has timed out: however long the attempt was, it
 # has reached none.
@@ -40,8 +43,9 @@ class RetryPolicy:
 
     Sends nothing itself; a client reports the start, progress and failure of each attempt.
     `timeout_s` limits all attempts together; None is no limit. `resume_timeout_s` limits the time
-    without progress; 0 allows one attempt. `on_break` is called with each failure that is retried.
-    A call that is in progress when its client is closed is not retried: it fails with CANCELLED.
+    without progress, which at most five attempts that had reached a server begin anew; 0 allows one
+    attempt. `on_break` is called with each failure that is retried. A call that is in progress when
+    its client is closed is not retried: it fails with CANCELLED.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class RetryPolicy:
         # When the next attempt is due.
         self._due_s = 0.0
         self._failing_since_s: float | None = None
+        # How often that time began anew without progress.
+        self._num_restarts = 0
         self._backoff_s = _FIRST_BACKOFF_S
         self._last_error: QuireError | None = None
 
@@ -94,6 +100,7 @@ class RetryPolicy:
         """Reset the time without progress."""
         self._targets.current = self.target
         self._failing_since_s = None
+        self._num_restarts = 0
 
     def backoff_s(self, error: QuireError, resumable: bool = False) -> float:
         """Select the next target; return the delay of the retry. Raises the error if it is final,
@@ -103,7 +110,9 @@ class RetryPolicy:
         self._check_open()
         now = self._clock()
         lasted = now - self._attempted_s >= _REACHED_S and error.reason != _SCHEDULER_AWAY
-        if self._failing_since_s is None or lasted:
+        restarts = lasted and self._num_restarts < _MAX_RESTARTS
+        if self._failing_since_s is None or restarts:
+            self._num_restarts += self._failing_since_s is not None
             self._failing_since_s = now
             self._backoff_s = _FIRST_BACKOFF_S
         if now - self._failing_since_s >= self._resume_timeout_s:

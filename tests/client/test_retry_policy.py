@@ -57,7 +57,24 @@ def test_it_gives_up_when_connections_have_failed_for_the_timeout(
 
 def test_long_attempts_that_break_had_reached_a_server(policy: RetryPolicy, clock: Clock) -> None:
     """A request may wait for a worker longer than the timeout."""
-    assert gives_up_after(policy, clock, 2 * _TIMEOUT_S, failure()) is None
+    assert gives_up_after(policy, clock, 2 * _TIMEOUT_S, failure(), most=6) is None
+
+
+def test_it_gives_up_on_a_proxy_that_breaks_each_attempt_before_its_response(
+    policy: RetryPolicy, clock: Clock
+) -> None:
+    seconds = gives_up_after(policy, clock, 2 * _TIMEOUT_S, failure())
+    assert seconds is not None
+    assert 14 * _TIMEOUT_S <= seconds < 14 * _TIMEOUT_S + 10
+
+
+def test_progress_permits_further_attempts_that_break_late(
+    policy: RetryPolicy, clock: Clock
+) -> None:
+    for _ in range(3):
+        assert gives_up_after(policy, clock, 2 * _TIMEOUT_S, failure(), most=6) is None
+        policy.begin_attempt()
+        policy.record_progress()
 
 
 def test_it_gives_up_on_gateways_that_wait_for_a_scheduler_in_vain(
