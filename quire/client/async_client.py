@@ -266,6 +266,7 @@ class AsyncClient:
                     limit.halve(halvings_before)
                 else:
                     retry_policy.record_progress()
+                    limit.grow(halvings_before)
                     return response
             await asyncio.sleep(backoff_s)
 
