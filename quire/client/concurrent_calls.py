@@ -127,6 +127,7 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         self._requests = requests
         self._retry_policies = retry_policies
         self._metadata = metadata
+        # Those whose results have not been taken.
         self._calls: dict[int, grpc.Future[_Response]] = {}
         self._limit = CallLimit()
         self._num_running = 0
@@ -196,11 +197,12 @@ class ConcurrentCalls(Generic[_Request, _Response]):
     def _result(self, index: int) -> _Response | QuireError | None:
         """The response or the final error of an ended call; None if its retry is scheduled."""
         if index in self._late:
-            return self._late[index]
+            return self._late.pop(index)
         retry_policy = self._retry_policies[index]
         try:
             with translate_errors(retry_policy.target):
-                response = self._calls[index].result()
+                # An ended call keeps its response.
+                response = self._calls.pop(index).result()
         except QuireError as error:
             return self._retry(index, error)
         retry_policy.record_progress()

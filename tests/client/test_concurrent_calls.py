@@ -2,7 +2,9 @@
 
 import asyncio
 import queue
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -105,6 +107,33 @@ def test_calls_that_fail_together_halve_the_number_at_once(
     monkeypatch.setattr(calls, "_ended", Ended(server))
     assert calls.run() == list(range(40))
     assert server.waves == expected
+
+
+def test_a_call_and_its_response_are_dropped_when_its_result_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrent_calls, "MAX_CALLS", 2)
+    server, begun = Server(1), weakref.WeakSet[Call]()
+
+    def future(request: int, **_: object) -> Call:
+        begun.add(call := server.future(request))
+        return call
+
+    calls = ConcurrentCalls[int, int](
+        lambda target: SimpleNamespace(future=future),  # type: ignore[arg-type,return-value]
+        range(10),
+        [RetryPolicy(Targets("a:1"), 30, jitter=lambda: -1.0) for _ in range(10)],
+        (),
+    )
+    monkeypatch.setattr(calls, "_ended", Ended(server))
+    most = 0
+
+    def take(*_: object) -> None:
+        nonlocal most
+        most = max(most, len(begun))
+
+    calls.run_each(take)
+    assert most <= 2
 
 
 @pytest.mark.parametrize(("num_failing", "expected"), [(0, 8), (1, 4), (8, 4), (12, 2)])
