@@ -5,13 +5,11 @@ from typing import TypeAlias
 
 import grpc
 
-from quire.client.errors import QuireError
+from quire.client.errors import UNKNOWN_REQUEST, QuireError
 from quire.client.outputs import CompletionDelta, RequestDelta
 from quire.client.retry_policy import RetryPolicy, is_final
 from quire.v1 import inference_pb2
 
-# The reason of a request that no service has any more.
-_UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
 StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
 StreamResponse: TypeAlias = (
     inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
@@ -82,7 +80,7 @@ class ResumableStream:
     def backoff_s(self, error: QuireError) -> float:
         """Record a failure; return the delay of the retry. Raises the error if it is final."""
         # An unknown model is NOT_FOUND, too.
-        lost = error.reason == _UNKNOWN_REQUEST and self._can_restart
+        lost = error.reason == UNKNOWN_REQUEST and self._can_restart
         if lost:
             self._is_accepted = False
         self._is_final = is_final(error) and not lost

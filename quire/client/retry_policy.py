@@ -25,6 +25,8 @@ _TAKEN_OVER = "TAKEN_OVER"
 # The reason of a gateway whose wait for a scheduler has timed out: however long the attempt was, it
 # has reached none.
 _SCHEDULER_AWAY = "SCHEDULER_AWAY"
+# What gRPC says of an attempt that it could not send.
+_NOT_SENT = ("failed to connect to all addresses", "errors resolving")
 
 
 def resume_timeout(seconds: float) -> float:
@@ -75,6 +77,7 @@ class RetryPolicy:
         self._num_restarts = 0
         self._backoff_s = _FIRST_BACKOFF_S
         self._last_error: QuireError | None = None
+        self._was_sent = False
 
     def begin_attempt(self) -> float | None:
         """Begin an attempt; return its timeout. QuireError if the deadline has passed, or the
@@ -105,6 +108,7 @@ class RetryPolicy:
     def backoff_s(self, error: QuireError, resumable: bool = False) -> float:
         """Select the next target; return the delay of the retry. Raises the error if it is final,
         unless the caller can resume the request."""
+        error.repeated = self._was_sent
         if is_final(error) and not resumable:
             raise error
         self._check_open()
@@ -118,6 +122,7 @@ class RetryPolicy:
         if now - self._failing_since_s >= self._resume_timeout_s:
             raise error
         self._last_error = error
+        self._was_sent = self._was_sent or not any(said in error.message for said in _NOT_SENT)
         if self._on_break is not None:
             self._on_break(error)
         self.target = self._targets.after(self.target)

@@ -318,6 +318,41 @@ async def test_a_unary_request_is_repeated_with_its_id(gateways, error):
     assert later[0].resume_window_s == 5
 
 
+@pytest.fixture(params=["sync", "async"])
+def cancel(request):
+    """Cancel a request by either client."""
+
+    def call(target: str, request_id: str) -> None:
+        if request.param == "sync":
+            with Client(target) as client:
+                client.cancel(request_id)
+            return
+
+        async def ask() -> None:
+            async with AsyncClient(target) as client:
+                await client.cancel(request_id)
+
+        asyncio.run(ask())
+
+    return call
+
+
+def test_a_repeated_cancellation_does_not_miss_the_request_that_it_has_ended(gateways, cancel):
+    gateway = gateways()
+    gateway.cancel_script = [ScriptedCall(BROKEN), ScriptedCall(UNKNOWN)]
+    cancel(gateway.target, "mine")
+    assert gateway.cancelled_ids == ["mine", "mine"]
+
+
+def test_an_unknown_request_cannot_be_cancelled(gateways, cancel):
+    gateway = gateways()
+    for target in (gateway.target, f"127.0.0.1:1,{gateway.target}"):
+        gateway.cancel_script = [ScriptedCall(UNKNOWN)]
+        with pytest.raises(NotFoundError, match="not known"):
+            cancel(target, "mine")
+    assert gateway.cancelled_ids == ["mine", "mine"]
+
+
 def test_concurrent_calls_are_retried_independently(gateways):
     gateway = gateways(*[ScriptedCall(BROKEN), ScriptedCall()] * 10)
     with Client(gateway.target) as client:
