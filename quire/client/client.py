@@ -58,7 +58,9 @@ class Client:
     are separated by commas. Thread-safe.
 
     After a connection failure the client retries at the next address: a stream continues after the
-    last received token, other calls are sent again. It gives up after `resume_timeout_s` without
+    last received token, other calls are sent again. A gateway that notices that only its client's
+    connection broke ends a stream without a `resume_window_s`, which then begins again, or fails
+    with UnavailableError if it has tokens. The client gives up after `resume_timeout_s` without
     progress; 0 disables retries.
 
     Calls raise QuireError if the server or the connection fails, TypeError or ValueError for

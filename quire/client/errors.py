@@ -86,7 +86,7 @@ class DeadlineExceededError(QuireError):
 
 
 class CancelledError(QuireError):
-    """The request was cancelled by its id."""
+    """The request was cancelled by its id, or its resume window has passed."""
 
 
 _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {

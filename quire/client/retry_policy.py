@@ -107,7 +107,7 @@ class RetryPolicy:
 
     def backoff_s(self, error: QuireError, resumable: bool = False) -> float:
         """Select the next target; return the delay of the retry. Raises the error if it is final,
-        unless the caller can resume the request."""
+        unless the caller can resume the request, at the same target."""
         error.repeated = self._was_sent
         if is_final(error) and not resumable:
             raise error
@@ -125,7 +125,8 @@ class RetryPolicy:
         self._was_sent = self._was_sent or not any(said in error.message for said in _NOT_SENT)
         if self._on_break is not None:
             self._on_break(error)
-        self.target = self._targets.after(self.target)
+        if not is_final(error):
+            self.target = self._targets.after(self.target)
         # An overloaded server's time; after other failures another server may be ready at once.
         overloaded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         delay_s = self._next_delay(now, (error.retry_after_s or 0.0) if overloaded else 0.0)

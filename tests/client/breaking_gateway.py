@@ -23,6 +23,7 @@ DRAINING = unavailable("DRAINING", "the gateway stops", metadata={"resumable": "
 SLOW = failed(
     grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "slow", metadata={"resumable": "true"}
 )
+CANCELLED = failed(grpc.StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
 TAKEN_OVER = failed(
     grpc.StatusCode.ABORTED, "TAKEN_OVER", "taken over", metadata={"resumable": "true"}
 )
