@@ -27,6 +27,9 @@ _TRANSIENT: Final = frozenset({429, 502, 503})
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 # An attempt of this duration had reached a server, because failures to connect are shorter.
 _REACHED_S = 5.0
+# So many such attempts of a request begin its time anew: it may wait long for a worker. More mean
+# that a proxy breaks the connection before the response, each time again.
+_MAX_RESTARTS: Final = 5
 # Of a response that is not JSON, in its error.
 _SHOWN_BYTES: Final = 200
 _DUPLICATE: Final = "custom_id: another line has it"
@@ -37,7 +40,7 @@ class BatchRunner:
 
     `url` is the API's base and ends with `/v1`. A request is sent again, under the same request id,
     so that Quire attaches it to the first one, until for `retry_timeout_s` no request of the batch
-    has had a response.
+    has had a response. Meanwhile, five attempts that had reached a server begin its time anew.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class BatchRunner:
     async def _respond(self, url: str, body: bytes, request_id: str) -> BatchResponse:
         """HTTPError without a response, ValueError with its beginning if it is not JSON."""
         failing_since_s: float | None = None
-        backoff_s = _FIRST_BACKOFF_S
+        backoff_s, num_restarts = _FIRST_BACKOFF_S, 0
         while True:
             began_s = time.monotonic()
             outcome = await self._attempt(url, body, request_id)
@@ -114,9 +117,14 @@ class BatchRunner:
                 self._progress_s = time.monotonic()
                 return _parsed(response)
             now = time.monotonic()
-            if _had_connected(outcome) and now - began_s >= _REACHED_S:
+            if failing_since_s is None:
+                failing_since_s = now
+            elif self._progress_s > failing_since_s:
+                failing_since_s, num_restarts = self._progress_s, 0
+            lasted = _had_connected(outcome) and now - began_s >= _REACHED_S
+            if lasted and num_restarts < _MAX_RESTARTS:
                 failing_since_s, backoff_s = now, _FIRST_BACKOFF_S
-            failing_since_s = max(failing_since_s or now, self._progress_s)
+                num_restarts += 1
             if now - failing_since_s >= self._retry_timeout_s:
                 if isinstance(outcome, httpx2.TransportError):
                     raise outcome

@@ -10,7 +10,7 @@ import grpc
 from quire.client.arguments import deadline
 from quire.client.concurrent_calls import AioCallLimit, run_each_aio
 from quire.client.conversations import Conversation
-from quire.client.errors import QuireError, translate_aio_errors
+from quire.client.errors import QuireError, ignore_repeated_cancel, translate_aio_errors
 from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Prompt
@@ -194,13 +194,13 @@ class AsyncClient:
         return beam_search_output(request, response)
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Cancel a request by its id; its call fails with CANCELLED."""
+        """Cancel a request by its id; see `Client.cancel`."""
         request = cancel_request(request_id)
-        await self._call(
-            lambda target: self._inference(target).CancelGenerate,
-            request,
-            self._retry_policy(timeout_s),
-        )
+        retry_policy = self._retry_policy(timeout_s)
+        with ignore_repeated_cancel():
+            await self._call(
+                lambda target: self._inference(target).CancelGenerate, request, retry_policy
+            )
 
     async def tokenize(
         self,
@@ -266,6 +266,7 @@ class AsyncClient:
                     limit.halve(halvings_before)
                 else:
                     retry_policy.record_progress()
+                    limit.grow(halvings_before)
                     return response
             await asyncio.sleep(backoff_s)
 

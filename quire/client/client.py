@@ -10,7 +10,7 @@ import grpc
 from quire.client.arguments import deadline
 from quire.client.concurrent_calls import ConcurrentCalls, StubMethodFor
 from quire.client.conversations import Conversation
-from quire.client.errors import QuireError, translate_errors
+from quire.client.errors import QuireError, ignore_repeated_cancel, translate_errors
 from quire.client.outputs import BeamSearchOutput, Model, RequestDelta, RequestOutput
 from quire.client.prompt_batch import OnEnd, PromptBatch
 from quire.client.prompts import Prompt, several_prompts
@@ -58,7 +58,9 @@ class Client:
     are separated by commas. Thread-safe.
 
     After a connection failure the client retries at the next address: a stream continues after the
-    last received token, other calls are sent again. It gives up after `resume_timeout_s` without
+    last received token, other calls are sent again. A gateway that notices that only its client's
+    connection broke ends a stream without a `resume_window_s`, which then begins again, or fails
+    with UnavailableError if it has tokens. The client gives up after `resume_timeout_s` without
     progress; 0 disables retries.
 
     Calls raise QuireError if the server or the connection fails, TypeError or ValueError for
@@ -148,13 +150,10 @@ class Client:
         soon as there is one.
         """
         batch = PromptBatch(prompts, sampling_params, options, return_exceptions, on_end)
-        retry_policies = [self._retry_policy(timeout_s) for _ in batch.requests]
-        ConcurrentCalls(
-            lambda target: self._inference(target).Generate,
-            batch.requests,
-            retry_policies,
-            self._metadata,
-        ).run_each(batch.take)
+        calls = self._calls(
+            lambda target: self._inference(target).Generate, batch.requests, timeout_s
+        )
+        calls.run_each(batch.take)
         return batch.results
 
     def stream_generate(
@@ -213,17 +212,18 @@ class Client:
         each = several_prompts(prompts)
         check_ids(options, len(each))
         requests = [beam_search_request(prompt, params, options) for prompt in each]
-        responses = self._call_all(
+        calls = self._calls(
             lambda target: BeamSearchServiceStub(self._channel(target)).BeamSearch,
             requests,
             timeout_s,
         )
-        return [beam_search_output(*pair) for pair in zip(requests, responses, strict=True)]
+        return [beam_search_output(*pair) for pair in zip(requests, calls.run(), strict=True)]
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Cancel a request by its id; its call fails with CANCELLED."""
+        """Cancel a live request by its id; its call fails with CANCELLED."""
         request = cancel_request(request_id)
-        self._call(lambda target: self._inference(target).CancelGenerate, request, timeout_s)
+        with ignore_repeated_cancel():
+            self._call(lambda target: self._inference(target).CancelGenerate, request, timeout_s)
 
     def tokenize(
         self,
@@ -267,16 +267,16 @@ class Client:
         request: _Request,
         timeout_s: float | None,
     ) -> _Response:
-        return self._call_all(method_for, [request], timeout_s)[0]
+        return self._calls(method_for, [request], timeout_s).run()[0]
 
-    def _call_all(
+    def _calls(
         self,
         method_for: "StubMethodFor[_Request, _Response]",
         requests: Sequence[_Request],
         timeout_s: float | None,
-    ) -> list[_Response]:
+    ) -> ConcurrentCalls[_Request, _Response]:
         retry_policies = [self._retry_policy(timeout_s) for _ in requests]
-        return ConcurrentCalls(method_for, requests, retry_policies, self._metadata).run()
+        return ConcurrentCalls(method_for, requests, retry_policies, self._metadata)
 
     def _stream(self, stream: ResumableStream) -> Generator[RequestDelta, None, None]:
         call = None

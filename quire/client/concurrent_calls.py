@@ -26,9 +26,9 @@ StubMethodFor: TypeAlias = "Callable[[str], grpc.UnaryUnaryMultiCallable[_Reques
 
 
 class CallLimit:
-    """How many calls may run at once: half as many whenever calls fail and are retried. This
-    process, or the server, may be too slow for so many, so that it does not respond to the pings of
-    the connection."""
+    """How many calls may run at once: half as many whenever calls fail and are retried, one more
+    with each success since. This process, or the server, may be too slow for so many, so that it
+    does not respond to the pings of the connection."""
 
     def __init__(self) -> None:
         self.max_calls = MAX_CALLS
@@ -44,6 +44,13 @@ class CallLimit:
         self.max_calls = max(before // 2, min(_MIN_CALLS, MAX_CALLS))
         return before - self.max_calls
 
+    def grow(self, halvings_before: int) -> bool:
+        """Take a successful call, with the number of halvings at its begin: one that ran among too
+        many others does not count. Returns whether the limit rose."""
+        rises = halvings_before == self.num_halvings and self.max_calls < MAX_CALLS
+        self.max_calls += rises
+        return rises
+
 
 class AioCallLimit:
     """A `CallLimit` that attempts of calls wait for, in their order."""
@@ -56,7 +63,7 @@ class AioCallLimit:
 
     @asynccontextmanager
     async def attempt(self) -> AsyncIterator[int]:
-        """Wait for room. Yields what `halve` needs if the call fails."""
+        """Wait for room. Yields what `halve` needs if the call fails, and `grow` otherwise."""
         await self._free.acquire()
         try:
             yield self._limit.num_halvings
@@ -68,6 +75,14 @@ class AioCallLimit:
 
     def halve(self, halvings_before: int) -> None:
         self._excess += self._limit.halve(halvings_before)
+
+    def grow(self, halvings_before: int) -> None:
+        if not self._limit.grow(halvings_before):
+            return
+        if self._excess:
+            self._excess -= 1
+        else:
+            self._free.release()
 
 
 async def run_each_aio(
@@ -112,6 +127,7 @@ class ConcurrentCalls(Generic[_Request, _Response]):
         self._requests = requests
         self._retry_policies = retry_policies
         self._metadata = metadata
+        # Those whose results have not been taken.
         self._calls: dict[int, grpc.Future[_Response]] = {}
         self._limit = CallLimit()
         self._num_running = 0
@@ -181,14 +197,16 @@ class ConcurrentCalls(Generic[_Request, _Response]):
     def _result(self, index: int) -> _Response | QuireError | None:
         """The response or the final error of an ended call; None if its retry is scheduled."""
         if index in self._late:
-            return self._late[index]
+            return self._late.pop(index)
         retry_policy = self._retry_policies[index]
         try:
             with translate_errors(retry_policy.target):
-                response = self._calls[index].result()
+                # An ended call keeps its response.
+                response = self._calls.pop(index).result()
         except QuireError as error:
             return self._retry(index, error)
         retry_policy.record_progress()
+        self._limit.grow(self._halvings_before[index])
         return response
 
     def _retry(self, index: int, error: QuireError) -> QuireError | None:

@@ -10,6 +10,8 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+# The reason of a request that no service has any more.
+UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _Detail = TypeVar("_Detail", bound=Message)
 
@@ -40,6 +42,8 @@ class QuireError(Exception):
         # The request can continue: a stream by `resume`, others by a retry with the same id. The
         # client has already retried for its `resume_timeout_s`.
         self.resumable = resumable
+        # An earlier attempt of the same call has failed, and may have been carried out.
+        self.repeated = False
         # The scheduler that leads, if a standby has named it.
         self.leader = leader
 
@@ -82,7 +86,7 @@ class DeadlineExceededError(QuireError):
 
 
 class CancelledError(QuireError):
-    """The request was cancelled by its id."""
+    """The request was cancelled by its id, or its resume window has passed."""
 
 
 _CLASSES: Mapping[grpc.StatusCode, type[QuireError]] = {
@@ -124,6 +128,17 @@ _TOO_LARGE = re.compile(
     r"(CLIENT|SERVER): (Sent|Received) message larger than max \((\d+) vs\. (\d+)\)"
 )
 _REQUEST_SIDES = {("CLIENT", "Sent"), ("SERVER", "Received")}
+
+
+@contextmanager
+def ignore_repeated_cancel() -> Iterator[None]:
+    """Suppress that the request of a cancellation is unknown if an earlier attempt may have ended
+    it."""
+    try:
+        yield
+    except NotFoundError as error:
+        if not error.repeated or error.reason != UNKNOWN_REQUEST:
+            raise
 
 
 @contextmanager

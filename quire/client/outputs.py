@@ -97,7 +97,7 @@ class RequestOutput:
     model: str
     # The caller's prompt, if it is a text.
     prompt: str | None
-    # The prompt's tokens; None if an older server does not return them.
+    # The tokens of the prompt that were used; None if an older server does not return them.
     prompt_token_ids: list[int] | None
     # In order of their indices.
     outputs: list[CompletionOutput]

@@ -108,6 +108,9 @@ def request_output(
     """Combine a response with its prompt."""
     has_ids = request.HasField("token_ids")
     token_ids = list(request.token_ids.ids if has_ids else response.prompt_token_ids)
+    if request.sampling_params.HasField("truncate_prompt_tokens"):
+        # The last ones, of a number that depends on the model's context, too.
+        token_ids = token_ids[-response.usage.prompt_tokens :]
     return RequestOutput(
         request_id=response.request_id,
         model=response.model,

@@ -5,13 +5,13 @@ from typing import TypeAlias
 
 import grpc
 
-from quire.client.errors import QuireError
+from quire.client.errors import UNKNOWN_REQUEST, QuireError, UnavailableError
 from quire.client.outputs import CompletionDelta, RequestDelta
 from quire.client.retry_policy import RetryPolicy, is_final
 from quire.v1 import inference_pb2
 
-# The reason of a request that no service has any more.
-_UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
+# The reason of a request that was cancelled, also by a gateway whose client had disconnected.
+_CANCELLED = "CANCELLED"
 StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
 StreamResponse: TypeAlias = (
     inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
@@ -22,6 +22,12 @@ AioStream: TypeAlias = (
     " inference_pb2.StreamGenerateResponse]"
     " | grpc.aio.UnaryStreamCall[inference_pb2.ResumeGenerateRequest,"
     " inference_pb2.ResumeGenerateResponse]"
+)
+
+
+_ABANDONED = (
+    "the connection broke, and the server cancelled the request; "
+    "a request with a resume_window_s goes on meanwhile, and can be resumed"
 )
 
 
@@ -54,6 +60,8 @@ class ResumableStream:
         self._ended: set[int] = set()
         # The server has ended or refused the request.
         self._is_final = False
+        # A connection has broken since the last message.
+        self._has_broken = False
 
     def next_request(self) -> StreamRequest:
         """The request for everything that has not been received."""
@@ -71,6 +79,7 @@ class ResumableStream:
         for output in outputs:
             self._record(output)
         self._is_accepted = True
+        self._has_broken = False
         self.is_complete = self.is_complete or delta.usage is not None
         if self._is_reported and not outputs and delta.usage is None:
             return None
@@ -80,11 +89,16 @@ class ResumableStream:
         return RequestDelta(delta.request_id, delta.model, outputs, delta.usage, of_prompt)
 
     def backoff_s(self, error: QuireError) -> float:
-        """Record a failure; return the delay of the retry. Raises the error if it is final."""
+        """Record a failure; return the delay of the retry. Raises the error if it is final, and
+        UnavailableError if the request was cancelled because its connection broke."""
+        is_abandoned = error.reason == _CANCELLED and self._has_broken and self._has_no_window
+        if is_abandoned:
+            error = UnavailableError(grpc.StatusCode.UNAVAILABLE, _ABANDONED)
         # An unknown model is NOT_FOUND, too.
-        lost = error.reason == _UNKNOWN_REQUEST and self._can_restart
+        lost = (error.reason == UNKNOWN_REQUEST or is_abandoned) and self._can_restart
         if lost:
             self._is_accepted = False
+        self._has_broken = self._has_broken or (error.resumable and error.reason is None)
         self._is_final = is_final(error) and not lost
         return self.retry_policy.backoff_s(error, resumable=lost)
 
@@ -96,12 +110,11 @@ class ResumableStream:
     def needs_cancel(self) -> bool:
         """Whether the request may be running without a call, so that it has to be cancelled by its
         id. Requests that have a window or are of another client can be resumed instead."""
-        return not (
-            self.is_complete
-            or self._is_final
-            or self._request is None
-            or self._request.resume_window_s
-        )
+        return not self.is_complete and not self._is_final and self._has_no_window
+
+    @property
+    def _has_no_window(self) -> bool:
+        return self._request is not None and not self._request.resume_window_s
 
     @property
     def _can_restart(self) -> bool:

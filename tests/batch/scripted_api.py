@@ -16,8 +16,8 @@ class Api:
     """Responds with the prompt, or with the last message.
 
     `refused` gets 400, `text` a response that is not JSON, `full` 429 at its first attempt, `drop`
-    no response at its first attempt, `long` none at its first two after 0.4 s, `never` none at all,
-    `barrier N` a response once N such requests wait.
+    no response at its first attempt, `long` none at its first two after 0.4 s, `late` none at its
+    first 20 after 0.1 s, `never` none at all, `barrier N` a response once N such requests wait.
     """
 
     url: str = ""
@@ -54,6 +54,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             case ["long"] if attempt <= 2:
                 time.sleep(0.4)
+                self.close_connection = True
+            case ["late"] if attempt <= 20:
+                time.sleep(0.1)
                 self.close_connection = True
             case ["drop"] if attempt == 1:
                 self.close_connection = True

@@ -139,6 +139,16 @@ def test_a_long_request_may_lose_its_connection_again(run_batch, api, monkeypatc
     assert api.attempts == {output["id"]: 3}
 
 
+def test_a_request_whose_connections_all_break_late_fails(run_batch, api, monkeypatch):
+    """A proxy ends a response that takes longer than its own limit, at each attempt."""
+    monkeypatch.setattr(runner, "_REACHED_S", 0.08)
+    monkeypatch.setattr(runner, "_FIRST_BACKOFF_S", 0.01)
+    status, [output], _ = run_batch(request("a", "late"), options=("--retry-timeout", "0.1"))
+    assert status == 1
+    assert output["error"]["code"] == "no_response"
+    assert api.attempts == {output["id"]: 6}
+
+
 def test_requests_run_concurrently_up_to_the_limit(run_batch, api):
     lines = [request(str(number), "barrier 3") for number in range(6)]
     status, outputs, _ = run_batch(*lines, options=("--max-concurrency", "3"))

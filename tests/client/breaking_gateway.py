@@ -23,6 +23,7 @@ DRAINING = unavailable("DRAINING", "the gateway stops", metadata={"resumable": "
 SLOW = failed(
     grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER", "slow", metadata={"resumable": "true"}
 )
+CANCELLED = failed(grpc.StatusCode.CANCELLED, "CANCELLED", "the request was cancelled")
 TAKEN_OVER = failed(
     grpc.StatusCode.ABORTED, "TAKEN_OVER", "taken over", metadata={"resumable": "true"}
 )
@@ -60,6 +61,8 @@ class Gateway(InferenceServiceServicer):
 
     def __init__(self, *script: ScriptedCall) -> None:
         self.script = list(script)
+        # Of CancelGenerate; it succeeds after the last entry.
+        self.cancel_script: list[ScriptedCall] = []
         self.requests: list = []
         self.seconds_left: list[float | None] = []
         self.cancelled_ids: list[str] = []
@@ -92,6 +95,8 @@ class Gateway(InferenceServiceServicer):
     def CancelGenerate(self, request, context):  # noqa: N802
         self.cancelled_ids.append(request.request_id)
         self.cancelled.set()
+        if self.cancel_script:
+            self._end(self.cancel_script.pop(0), context)
         return inference_pb2.CancelGenerateResponse()
 
     def stop(self) -> None:

@@ -54,6 +54,13 @@ def test_token_ids_and_conversations_are_prompts(client, server):
     assert conversation.conversation.messages[0].content == "Hi"
 
 
+@pytest.mark.parametrize("prompt", [[4, 5, 6, 7, 8, 9], "seven eight nine"])
+def test_the_prompts_token_ids_are_those_that_truncation_kept(client, prompt):
+    """The scripted usage has three tokens."""
+    params = SamplingParams(truncate_prompt_tokens=-1)
+    assert client.generate(prompt, params).prompt_token_ids == [7, 8, 9]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from breaking_gateway import (
     BROKEN,
+    CANCELLED,
     DRAINING,
     NUM_TOKENS,
     REFUSED,
@@ -27,6 +28,7 @@ from waiting import until
 
 from quire import (
     AsyncClient,
+    CancelledError,
     Client,
     DeadlineExceededError,
     Logprob,
@@ -34,6 +36,7 @@ from quire import (
     QuireError,
     RequestDelta,
     SamplingParams,
+    UnavailableError,
 )
 from quire.v1 import inference_pb2
 
@@ -180,6 +183,48 @@ def test_a_lost_request_without_tokens_restarts(gateways, stream):
     assert gateway.requests[2] == gateway.requests[0]
 
 
+def test_a_request_that_ended_with_its_connection_restarts_without_tokens(gateways, stream):
+    gateway = gateways(
+        ScriptedCall(BROKEN, after=1),
+        ScriptedCall(BROKEN, after=0),
+        ScriptedCall(CANCELLED, after=0),
+    )
+    check_whole(stream(gateway.target))
+    assert gateway.requests[3] == gateway.requests[0]
+
+
+def test_a_lost_request_restarts_at_the_gateway_that_responded(gateways, stream):
+    broken = gateways(*[ScriptedCall(BROKEN, after=1)] * 100)
+    gateway = gateways(ScriptedCall(CANCELLED, after=0))
+    check_whole(stream(f"{broken.target},{gateway.target}"))
+    assert (len(broken.requests), len(gateway.requests)) == (1, 2)
+
+
+def test_a_request_that_ended_with_its_connection_names_the_window(gateways, stream):
+    gateway = gateways(ScriptedCall(RESET, after=4), ScriptedCall(CANCELLED, after=0))
+    with pytest.raises(UnavailableError, match="resume_window_s") as caught:
+        stream(gateway.target)
+    assert not caught.value.resumable
+    assert len(gateway.requests) == 2
+    assert gateway.cancelled_ids == []
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        # With a window, after a gateway that stops, and after a message of a further attempt.
+        ([ScriptedCall(BROKEN, after=1)], {"resume_window_s": 30}),
+        ([ScriptedCall(DRAINING, after=1)], {}),
+        ([ScriptedCall(BROKEN, after=0), ScriptedCall(CANCELLED, after=1)], {}),
+    ],
+)
+def test_a_request_that_was_cancelled_by_its_id_is_no_lost_one(gateways, stream, script, options):
+    gateway = gateways(*script, *[ScriptedCall(CANCELLED, after=0)] * 2)
+    with pytest.raises(CancelledError, match="the request was cancelled"):
+        stream(gateway.target, **options)
+    assert len(gateway.requests) == 2
+
+
 @pytest.mark.parametrize("error", [UNKNOWN, TAKEN_OVER, REFUSED])
 def test_a_final_error_is_raised(gateways, stream, error):
     # A request that another client has resumed must not be taken from it.
@@ -316,6 +361,41 @@ async def test_a_unary_request_is_repeated_with_its_id(gateways, error):
     assert later[0] == later[1]
     assert later[0].request_id not in ("", first.request_id)
     assert later[0].resume_window_s == 5
+
+
+@pytest.fixture(params=["sync", "async"])
+def cancel(request):
+    """Cancel a request by either client."""
+
+    def call(target: str, request_id: str) -> None:
+        if request.param == "sync":
+            with Client(target) as client:
+                client.cancel(request_id)
+            return
+
+        async def ask() -> None:
+            async with AsyncClient(target) as client:
+                await client.cancel(request_id)
+
+        asyncio.run(ask())
+
+    return call
+
+
+def test_a_repeated_cancellation_does_not_miss_the_request_that_it_has_ended(gateways, cancel):
+    gateway = gateways()
+    gateway.cancel_script = [ScriptedCall(BROKEN), ScriptedCall(UNKNOWN)]
+    cancel(gateway.target, "mine")
+    assert gateway.cancelled_ids == ["mine", "mine"]
+
+
+def test_an_unknown_request_cannot_be_cancelled(gateways, cancel):
+    gateway = gateways()
+    for target in (gateway.target, f"127.0.0.1:1,{gateway.target}"):
+        gateway.cancel_script = [ScriptedCall(UNKNOWN)]
+        with pytest.raises(NotFoundError, match="not known"):
+            cancel(target, "mine")
+    assert gateway.cancelled_ids == ["mine", "mine"]
 
 
 def test_concurrent_calls_are_retried_independently(gateways):

@@ -5,17 +5,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 from breaking_proxy import BreakingProxy
 from client_programs import PROGRAMS, ROOT, SOURCES
+from grpc_servers import server_options
 
 from quire.client.client import Client
 from quire.client.prompts import Prompt
 from quire.client.sampling_params import SamplingParams
 from quire.launcher.stack import LocalStack
+from quire.v1 import inference_pb2
+from quire.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
@@ -30,6 +38,7 @@ SETTINGS = {
 BROKEN_AFTER_BYTES = 4_000
 TOP_P = "top_p: is 2; must be above 0 and at most 1"
 QUESTION = [{"role": "user", "content": "What does this function return?"}]
+LARGE_TEXT = "word " * 2**20
 EXPECTED_PARAMS = SamplingParams(max_tokens=32, seed=1)
 
 
@@ -69,6 +78,21 @@ def gateways(stack: LocalStack, client: Built) -> list[str]:
     return stack.addresses if client.is_grpc else stack.http_addresses
 
 
+class Verbose(InferenceServiceServicer):
+    def Generate(self, request, context):  # noqa: N802
+        return inference_pb2.GenerateResponse(choices=[inference_pb2.Choice(text=LARGE_TEXT)])
+
+
+@pytest.fixture
+def verbose_gateway() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1), options=server_options())
+    add_InferenceServiceServicer_to_server(Verbose(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
 @pytest.fixture
 def lonely_gateway(client: Built, tmp_path: Path) -> Iterator[str]:
     """The address of a gateway without a scheduler."""
@@ -101,6 +125,13 @@ def test_the_client_streams(stack: LocalStack, client: Built, gateways: list[str
 
 def test_the_client_chats(stack: LocalStack, client: Built, gateways: list[str]) -> None:
     assert client.run("chat", *gateways) == generated(stack, QUESTION, EXPECTED_PARAMS)
+
+
+def test_the_client_receives_large_responses(client: Built, verbose_gateway: str) -> None:
+    """Larger than gRPC's default limit."""
+    if not client.is_grpc:
+        pytest.skip("HTTP has no limit")
+    assert client.run("chat", verbose_gateway) == LARGE_TEXT + "\n"
 
 
 def test_the_client_cancels(client: Built, gateways: list[str]) -> None:

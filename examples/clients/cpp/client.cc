@@ -182,10 +182,13 @@ grpc::Status errors(Gateway& gateway) {
 }
 
 int main(int argc, char** argv) {
+  // Responses with log-probabilities may be larger than gRPC's default limit, 4 MiB.
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(32 << 20);
   std::vector<std::unique_ptr<Gateway>> gateways;
   for (int at = 2; at < argc; ++at) {
     gateways.push_back(InferenceService::NewStub(
-        grpc::CreateChannel(argv[at], grpc::InsecureChannelCredentials())));
+        grpc::CreateCustomChannel(argv[at], grpc::InsecureChannelCredentials(), arguments)));
   }
   const std::map<std::string, std::function<grpc::Status(Gateway&)>> steps = {
       {"stream", stream}, {"chat", chat}, {"cancel", cancel}, {"errors", errors}};

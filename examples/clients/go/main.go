@@ -211,10 +211,12 @@ func main() {
 	rand.Seed(time.Now().UnixNano())
 	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
+	// Responses with log-probabilities may be larger than gRPC's default limit, 4 MiB.
+	limit := grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(32 << 20))
 	var gateways []quire.InferenceServiceClient
 	for _, target := range os.Args[2:] {
 		// Debian 12 has gRPC 1.33; since 1.63 this is grpc.NewClient with insecure.NewCredentials().
-		channel, err := grpc.Dial(target, grpc.WithInsecure())
+		channel, err := grpc.Dial(target, grpc.WithInsecure(), limit)
 		if err != nil {
 			log.Fatal(err)
 		}

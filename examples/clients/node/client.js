@@ -137,8 +137,11 @@ function unary(gateway, method, request) {
 }
 
 const [step, ...targets] = process.argv.slice(2);
+// Responses with log-probabilities may be larger than gRPC's default limit, 4 MiB.
+const channelOptions = { "grpc.max_receive_message_length": 32 * 2 ** 20 };
 const gateways = targets.map(
-  (target) => new quire.v1.InferenceService(target, grpc.credentials.createInsecure()),
+  (target) =>
+    new quire.v1.InferenceService(target, grpc.credentials.createInsecure(), channelOptions),
 );
 const steps = { stream, chat, cancel, errors };
 await (step === "resume" ? resume(gateways) : steps[step](gateways[0]));

@@ -24,6 +24,9 @@ from quire.v1.inference_pb2 import (
 )
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 
+# Responses with log-probabilities may be larger than gRPC's default limit, 4 MiB.
+CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 32 * 2**20)]
+
 
 def stream(gateway: Any) -> None:
     params = SamplingParams(max_tokens=32, seed=1)
@@ -134,7 +137,8 @@ def detail(error: Any, kind: Any) -> Any:
 
 def main() -> None:
     step, *targets = sys.argv[1:]
-    gateways = [InferenceServiceStub(grpc.insecure_channel(target)) for target in targets]
+    channels = [grpc.insecure_channel(target, CHANNEL_OPTIONS) for target in targets]
+    gateways = [InferenceServiceStub(channel) for channel in channels]
     if step == "resume":
         resume(gateways)
     else:

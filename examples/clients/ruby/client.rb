@@ -117,5 +117,9 @@ end
 
 step, *targets = ARGV
 $stdout.sync = true
-gateways = targets.map { |target| InferenceService::Stub.new(target, :this_channel_is_insecure) }
+# Responses with log-probabilities may be larger than gRPC's default limit, 4 MiB.
+channel_args = { 'grpc.max_receive_message_length' => 32 * 2**20 }
+gateways = targets.map do |target|
+  InferenceService::Stub.new(target, :this_channel_is_insecure, channel_args: channel_args)
+end
 step == 'resume' ? resume(gateways) : send(step, gateways.first)
