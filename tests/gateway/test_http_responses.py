@@ -62,6 +62,14 @@ async def test_a_response(http: Http) -> None:
     Response.model_validate(response)
 
 
+async def test_codex_labels_change_nothing(http: Http) -> None:
+    labels = {"x-codex-installation-id": "a", "number": 1, "is_first": True, "parent": None}
+    body = {"input": "x", "client_metadata": labels}
+    response = await http.respond("/v1/responses", body, "fox")
+    assert response["metadata"] == {}
+    assert "client_metadata" not in response
+
+
 async def test_adjacent_messages_of_the_input_are_joined(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,8 @@ class ResponseRequest(GenerationFields):
     reasoning: ReasoningConfig | None = None
     # Labels of the client's, which change nothing.
     metadata: dict[str, str] | None = None
+    # Those that Codex sends.
+    client_metadata: Hint | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
