@@ -167,10 +167,14 @@ def resolve(
     )
 
 
-def check_num_logprobs(
-    resolved: scheduler_pb2.ResolvedParams, num_choices: int, num_prompt_tokens: int
+def limit_logprobs(
+    resolved: scheduler_pb2.ResolvedParams,
+    params: inference_pb2.SamplingParams,
+    num_choices: int,
+    num_prompt_tokens: int,
 ) -> None:
-    """Refuse more log-probabilities than a response can hold."""
+    """Refuse more log-probabilities than a response can hold. The default of `max_tokens` is
+    lowered instead, as the client does not know it."""
     most = MAX_LOGPROBS - num_prompt_tokens * resolved.num_prompt_logprobs
     if most < 0:
         raise invalid(
@@ -180,14 +184,17 @@ def check_num_logprobs(
             f"allows at most {MAX_LOGPROBS // num_prompt_tokens - 1}",
         )
     max_tokens = most // (max(resolved.num_logprobs, 1) * num_choices)
-    if resolved.num_logprobs and resolved.max_tokens > max_tokens:
-        raise invalid(
-            "sampling_params.max_tokens",
-            "TOO_MANY_LOGPROBS",
-            f"is {resolved.max_tokens} (if not set, the room left in the context); with "
-            f"logprobs = {resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} "
-            "is allowed",
-        )
+    if not resolved.num_logprobs or resolved.max_tokens <= max_tokens:
+        return
+    if max_tokens and not params.HasField("max_tokens"):
+        resolved.max_tokens = max_tokens
+        return
+    raise invalid(
+        "sampling_params.max_tokens",
+        "TOO_MANY_LOGPROBS",
+        f"is {params.max_tokens or resolved.max_tokens}; with logprobs = "
+        f"{resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} is allowed",
+    )
 
 
 def _seed(request_id: str) -> int:
