@@ -114,8 +114,8 @@ def check_text(field: str, text: str, limits: ModelLimits) -> None:
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {len(text)} characters; the model's {limits.max_model_len} tokens "
-            f"hold at most {maximum}",
+            f"has {len(text)} characters. {_context(limits.max_model_len)}, which hold at most "
+            f"{maximum} characters",
         )
 
 
@@ -133,9 +133,13 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, because the "
-            f"context of {max_model_len} tokens includes at least 1 of output",
+            f"has {num_tokens} tokens. {_context(max_model_len)}, including at least 1 of output",
         )
+
+
+def _context(max_model_len: int) -> str:
+    """In OpenAI's words, by which litellm and other clients recognise the error."""
+    return f"This model's maximum context length is {max_model_len} tokens"
 
 
 def resolve(

@@ -379,6 +379,16 @@ async def test_the_reason_of_a_stop_is_no_end_of_sequence_token(http: Http) -> N
                 assert (found["finish_reason"], found["stop_reason"]) == ("stop", expected)
 
 
+@pytest.mark.parametrize("prompt", ["x " * 100_000, "x " * 300, [1] * 300], ids=lambda _: "")
+async def test_too_long_a_prompt_is_refused_in_words_that_clients_recognise(
+    http: Http, prompt: object
+) -> None:
+    max_model_len = http.stack.gateway.generations.scheduler.max_model_len
+    status, error = await http.error("/v1/completions", {"prompt": prompt})
+    assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+    assert f"This model's maximum context length is {max_model_len} tokens" in error["message"]
+
+
 INVALID_FIELDS: list[tuple[dict[str, object], str, str]] = [
     ({"prompt": None}, "prompt", "invalid_field"),
     ({"prompt": []}, "prompt", "invalid_field"),
