@@ -249,6 +249,39 @@ async def test_an_invalid_field_of_tools_is_named(
 RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
+THOUGHT = {"type": "thinking", "thinking": "Why?", "signature": "s"}
+TEXT = {"type": "text", "text": "b"}
+REDACTED = {"type": "redacted_thinking", "data": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"content": [THOUGHT, REDACTED, {**THOUGHT, "thinking": "So."}, TEXT]}, "Why?\nSo."),
+        ({"content": [THOUGHT, TEXT], "reasoning_content": "Because."}, "Because."),
+        ({"content": [REDACTED, TEXT]}, None),
+        ({"content": "b", "thinking_blocks": [THOUGHT, REDACTED]}, "Why?"),
+        ({"content": [THOUGHT, TEXT], "thinking_blocks": [THOUGHT]}, "Why?"),
+    ],
+)
+async def test_parts_of_thinking_are_the_reasoning_of_a_message(
+    tools: Http, fields: dict[str, Any], reasoning: str | None
+) -> None:
+    messages = [USER, {"role": "assistant", **fields}, USER]
+    sending = tools.start(PATH, {"messages": messages})
+    prompt = await write(tools, "c")
+    assert (await sending).status_code == 200
+    thought = "" if reasoning is None else f"<think>{reasoning}</think>"
+    assert f"<|assistant|>{thought}b<|user|>" in prompt
+
+
+async def test_parts_of_thinking_are_the_assistants(tools: Http) -> None:
+    messages = [USER, {"role": "user", "content": [TEXT, THOUGHT]}]
+    status, error = await tools.error(PATH, {"messages": messages})
+    assert (status, error["param"]) == (400, "messages[1].content")
+    assert "thinking, which is for the role assistant alone" in error["message"]
+
+
 async def test_a_response_has_items(tools: Http) -> None:
     async with client_of(tools) as client:
         creating = asyncio.create_task(
