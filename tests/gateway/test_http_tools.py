@@ -146,10 +146,15 @@ async def test_hints_change_no_token(tools: Http) -> None:
         "service_tier": "flex",
     }
     chat: dict[str, Any] = {"store": True, "prediction": {"type": "content", "content": "b"}}
+    chat |= {"verbosity": "low"}
     # vLLM's, with the values that change nothing there either.
     chat |= {"mm_processor_kwargs": {}, "logits_processors": [], "thinking_token_budget": None}
     chat |= {"truncation_side": "left", "vllm_xargs": {}, "kv_transfer_params": None}
-    response = {"max_tool_calls": 3}
+    response = {
+        "max_tool_calls": 3,
+        "text": {"verbosity": "high"},
+        "reasoning": {"summary": "detailed"},
+    }
     prompts = []
     for message, part, fields in (({}, {}, {}), (hint, {**hint, **breakpoint_}, options)):
         chat_fields, response_fields = (chat, response) if fields else ({}, {})
@@ -443,7 +448,8 @@ async def test_a_response_is_resumed_after_each_event(tools: Http) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_field"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool_name"),
         ({"tool_choice": "required"}, "tool_choice", "no_tools"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_field"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_field"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "invalid_field"),
         ({"include": ["file_search_call.results"]}, "include[0]", "invalid_field"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),

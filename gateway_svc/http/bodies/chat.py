@@ -13,6 +13,7 @@ from gateway_svc.http.bodies.fields import (
     Hint,
     HttpRequest,
     ServiceTier,
+    Verbosity,
     message_type,
     struct_of,
     unsupported,
@@ -123,6 +124,7 @@ class ChatRequest(SamplingFields):
     store: bool | None = None
     # A text that the output is likely to have.
     prediction: Hint | None = None
+    verbosity: Verbosity | None = None
 
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -146,7 +148,6 @@ class ChatRequest(SamplingFields):
     audio: unsupported() = None  # type: ignore[valid-type]
     modalities: unsupported(["text"]) = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
-    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
     web_search_options: unsupported() = None  # type: ignore[valid-type]
 
     def message(self, request_id: str) -> GenerationMessage:

@@ -12,6 +12,7 @@ from gateway_svc.http.bodies.fields import (
     Hint,
     HttpRequest,
     ServiceTier,
+    Verbosity,
     message_type,
     replaced_by,
     unsupported,
@@ -42,7 +43,7 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 class TextConfig(HttpRequest):
     format: TextFormat | None = None
-    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
+    verbosity: Verbosity | None = None
 
 
 class ResponseRequest(GenerationFields):
