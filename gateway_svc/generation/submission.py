@@ -123,7 +123,7 @@ async def prepare(
     if http is not None:
         await _add_http(state, http, model, prompt_token_ids, kept < len(all_token_ids))
     tenant_limits.cap_max_tokens(resolved, state.num_choices, tenant)
-    _finish_params(resolved, state, search, limits.vocab_size)
+    _finish_params(resolved, params, state, search, limits.vocab_size)
     submission = scheduler_pb2.Submission(
         request_id=request_id,
         principal=tenant.principal,
@@ -148,13 +148,15 @@ async def prepare(
 
 def _finish_params(
     resolved: scheduler_pb2.ResolvedParams,
+    params: inference_pb2.SamplingParams,
     state: gateway_pb2.ResumeState,
     search: Search | None,
     vocab_size: int,
 ) -> None:
-    """Check the size of the output, and fill in the parameters of a search."""
+    """Limit the size of the output, and fill in the parameters of a search."""
     if search is None:
-        validation.check_num_logprobs(resolved, state.num_choices, state.num_prompt_tokens)
+        num_prompt_tokens = state.num_prompt_tokens
+        validation.limit_logprobs(resolved, params, state.num_choices, num_prompt_tokens)
     else:
         beam_search.resolve(resolved, search, vocab_size)
         state.search.CopyFrom(search.state())

@@ -6,6 +6,7 @@ from typing import TypeVar
 from gateway_svc.generation import validation
 from gateway_svc.generation.checking import checked
 from gateway_svc.scheduler.shards import Shards
+from gateway_svc.text.model_files import ModelFiles
 from gateway_svc.text.served_model import Model, ServedModel
 from quire.service.channels import PUBLIC_MESSAGE_BYTES
 from quire.service.errors import invalid
@@ -68,6 +69,10 @@ class TokenizationService:
         skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
         text = await model.decode(request.token_ids, skip)
         return _check_size("token_ids", tokenizer_pb2.DetokenizeResponse(text=text))
+
+    def files(self) -> ModelFiles:
+        """What the gateway has read of the model."""
+        return self._served.get(None).files
 
     def token_texts(self, token_ids: list[int]) -> list[str]:
         """The text of each token alone."""

@@ -114,8 +114,8 @@ def check_text(field: str, text: str, limits: ModelLimits) -> None:
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {len(text)} characters; the model's {limits.max_model_len} tokens "
-            f"hold at most {maximum}",
+            f"has {len(text)} characters. {_context(limits.max_model_len)}, which hold at most "
+            f"{maximum} characters",
         )
 
 
@@ -133,9 +133,13 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {num_tokens} tokens; at most {max_model_len - 1} are allowed, because the "
-            f"context of {max_model_len} tokens includes at least 1 of output",
+            f"has {num_tokens} tokens. {_context(max_model_len)}, including at least 1 of output",
         )
+
+
+def _context(max_model_len: int) -> str:
+    """In OpenAI's words, by which litellm and other clients recognise the error."""
+    return f"This model's maximum context length is {max_model_len} tokens"
 
 
 def resolve(
@@ -167,10 +171,14 @@ def resolve(
     )
 
 
-def check_num_logprobs(
-    resolved: scheduler_pb2.ResolvedParams, num_choices: int, num_prompt_tokens: int
+def limit_logprobs(
+    resolved: scheduler_pb2.ResolvedParams,
+    params: inference_pb2.SamplingParams,
+    num_choices: int,
+    num_prompt_tokens: int,
 ) -> None:
-    """Refuse more log-probabilities than a response can hold."""
+    """Refuse more log-probabilities than a response can hold. The default of `max_tokens` is
+    lowered instead, as the client does not know it."""
     most = MAX_LOGPROBS - num_prompt_tokens * resolved.num_prompt_logprobs
     if most < 0:
         raise invalid(
@@ -180,14 +188,17 @@ def check_num_logprobs(
             f"allows at most {MAX_LOGPROBS // num_prompt_tokens - 1}",
         )
     max_tokens = most // (max(resolved.num_logprobs, 1) * num_choices)
-    if resolved.num_logprobs and resolved.max_tokens > max_tokens:
-        raise invalid(
-            "sampling_params.max_tokens",
-            "TOO_MANY_LOGPROBS",
-            f"is {resolved.max_tokens} (if not set, the room left in the context); with "
-            f"logprobs = {resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} "
-            "is allowed",
-        )
+    if not resolved.num_logprobs or resolved.max_tokens <= max_tokens:
+        return
+    if max_tokens and not params.HasField("max_tokens"):
+        resolved.max_tokens = max_tokens
+        return
+    raise invalid(
+        "sampling_params.max_tokens",
+        "TOO_MANY_LOGPROBS",
+        f"is {params.max_tokens or resolved.max_tokens}; with logprobs = "
+        f"{resolved.num_logprobs - 1} and n = {num_choices} at most {max_tokens} is allowed",
+    )
 
 
 def _seed(request_id: str) -> int:

@@ -72,6 +72,8 @@ class HttpError:
     body: dict[str, Any]
     # For clients that repeat requests.
     headers: dict[str, str]
+    # Whether the request has ended with it. Otherwise it may run on, as when it is taken over.
+    has_ended: bool = False
 
 
 def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpError:
@@ -92,7 +94,8 @@ def to_http(error: RequestError, renamed: dict[str, str] | None = None) -> HttpE
         "param": param,
         "code": _CODES.get(reason, reason.lower()) or None,
     }
-    return HttpError(status, {"error": body}, _retry_headers(error, reason))
+    has_ended = isinstance(error, EndedError)
+    return HttpError(status, {"error": body}, _retry_headers(error, reason), has_ended)
 
 
 def _retry_headers(error: RequestError, reason: str) -> dict[str, str]:

@@ -33,7 +33,9 @@ async def write_events(
     async with aclosing(updates):
         async for update in updates:
             generations.add(update)
-            form = form or make_format(update)
+            if form is None:
+                form = make_format(update)
+                writer.use_for_errors(form.error_events)
             num_choices = len(update.generation.choices)
             await writer.start()
             if not event_id.is_open(update.prompt):

@@ -13,6 +13,8 @@ from gateway_svc.http.formats.format import ServerEvent
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+# The events of an error in the format of a stream.
+ErrorEvents = Callable[[HttpError], Iterable[ServerEvent]]
 
 # Shorter than the idle timeouts of common proxies.
 KEEP_ALIVE_S = 15.0
@@ -41,11 +43,16 @@ class ResponseWriter:
             (name.encode(), value.encode())
             for name, value in dialect.id_headers(request_id).items()
         ]
+        self._error_events: ErrorEvents = lambda error: ()
         self._written_at = 0.0
 
     def use(self, dialect: Dialect) -> None:
         """Write what follows in another dialect; the headers stay as they are."""
         self._dialect = dialect
+
+    def use_for_errors(self, events: ErrorEvents) -> None:
+        """End the stream with these events of an error, unless there are none."""
+        self._error_events = events
 
     async def start(self) -> None:
         """Start a stream of events, unless it has started."""
@@ -88,7 +95,8 @@ class ResponseWriter:
         if not self.has_started:
             await self.json(error.status, body, error.headers)
             return
-        data = _encoded(ServerEvent(body, self._dialect.error_event))
+        own = ServerEvent(body, self._dialect.error_event)
+        data = b"".join(map(_encoded, [*self._error_events(error)] or [own]))
         await self._send({"type": "http.response.body", "body": data})
 
     def _id(self, position: object) -> bytes:

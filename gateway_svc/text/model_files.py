@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ class ModelFiles:
     tool_template: ChatTemplate | None = None
     # That the configs name. Files of tokenizers may have them as tokens that are not special.
     special_tokens: frozenset[str] = frozenset()
+    # The text of each that has a name, such as `eos_token`.
+    named_tokens: Mapping[str, str] = field(default_factory=dict)
+    # transformers' class; None if the config has none.
+    tokenizer_class: str | None = None
 
     @property
     def template_source(self) -> str:
@@ -96,6 +100,8 @@ def _read(folder: Path) -> ModelFiles:
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
         special_tokens=_marked_special(tokenizer_config, special_tokens),
+        named_tokens=special_tokens,
+        tokenizer_class=tokenizer_config.get("tokenizer_class"),
     )
 
 

@@ -44,7 +44,7 @@ class SamplingParams:
     min_p: float | None = None
     # Equal seeds give equal random bits; the default derives from the request's id.
     seed: int | None = None
-    # The default is the rest of the model's context.
+    # The default is the rest of the model's context, or less where `logprobs` allows less.
     max_tokens: int | None = None
     # Texts that end the output, and are removed from it unless `include_stop_str_in_output`.
     stop: str | Sequence[str] | None = None

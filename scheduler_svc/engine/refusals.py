@@ -22,8 +22,9 @@ def prompt_error(
         return invalid(
             "prompt",
             "PROMPT_TOO_LONG",
-            f"has {num_tokens} tokens; with one token of output the model allows "
-            f"at most {max_model_len - 1}",
+            # In OpenAI's words, as the gateway refuses it.
+            f"has {num_tokens} tokens. This model's maximum context length is {max_model_len} "
+            "tokens, including at least 1 of output",
         )
     lane = max(lanes, key=lambda lane: lane.num_admissible_blocks)
     num_usable_blocks = lane.worker.num_blocks - 1

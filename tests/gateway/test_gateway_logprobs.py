@@ -125,6 +125,30 @@ async def test_a_response_beyond_the_message_limit_is_refused(
     assert len((await call).choices) == 2
 
 
+@pytest.mark.parametrize(("logprobs", "max_tokens"), [(4, 10), (0, 50)])
+async def test_the_default_of_max_tokens_is_as_many_as_a_response_holds(
+    stack: Stack, logprobs: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.generation.validation.MAX_LOGPROBS", 100)
+    params = pb.SamplingParams(logprobs=logprobs, n=2)
+    request = pb.GenerateRequest(text="x", sampling_params=params)
+    call = asyncio.ensure_future(stack.inference.Generate(request))
+    submission = await stack.scheduler.submissions.get()
+    assert submission.params.max_tokens == max_tokens
+    stack.scheduler.send(choice_ends=[choice_end(submission, 0, choice=at) for at in range(2)])
+    assert len((await call).choices) == 2
+
+
+async def test_a_response_without_room_for_one_token_is_refused(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.generation.validation.MAX_LOGPROBS", 9)
+    params = pb.SamplingParams(logprobs=4, n=2)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.inference.Generate(pb.GenerateRequest(text="x", sampling_params=params))
+    assert info_of(caught.value).reason == "TOO_MANY_LOGPROBS"
+
+
 async def test_a_stream_has_logprobs_for_each_token(stack: Stack) -> None:
     ids = stack.encode("Größe 🙂" + EOS)
     call = stack.inference.StreamGenerate(request())

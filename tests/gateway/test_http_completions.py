@@ -46,7 +46,7 @@ async def test_every_parameter_reaches_the_scheduler(http: Http) -> None:
         "top_p": 0.25,
         "top_k": 3,
         "min_p": 0.125,
-        "seed": -1,
+        "seed": -2,
         "max_tokens": 9,
         "n": 2,
         "stop": ["a", "b"],
@@ -71,7 +71,7 @@ async def test_every_parameter_reaches_the_scheduler(http: Http) -> None:
     assert list(sent.prompt_token_ids) == [5, 6, 7]
     params = sent.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.25, 3, 0.125)
-    assert (params.seed, params.max_tokens, params.num_logprobs) == (2**64 - 1, 9, 5)
+    assert (params.seed, params.max_tokens, params.num_logprobs) == (2**64 - 2, 9, 5)
     assert list(params.stop_token_ids) == [8]
     assert (sent.n, sent.priority, sent.cache_salt) == (2, -3, b"salt")
     assert sent.resume_window_s == 30
@@ -85,6 +85,18 @@ async def test_top_k_of_minus_one_considers_all_and_max_tokens_has_openai_s_defa
     sent = await http.submission()
     assert (sent.params.top_k, sent.params.max_tokens) == (0, 16)
     sending.cancel()
+
+
+async def test_a_seed_of_minus_one_is_none(http: Http) -> None:
+    async def seed_of(request_id: str, **change: int) -> int:
+        sending = http.start("/v1/completions", {"prompt": "x", **change}, x_request_id=request_id)
+        sent = await http.submission()
+        sending.cancel()
+        return sent.params.seed
+
+    seeds = [await seed_of(request_id, seed=-1) for request_id in ("a", "b")]
+    assert seeds == [await seed_of(request_id) for request_id in ("a", "b")]
+    assert seeds[0] != seeds[1]
 
 
 async def test_several_prompts_are_one_response(http: Http) -> None:
@@ -377,6 +389,16 @@ async def test_the_reason_of_a_stop_is_no_end_of_sequence_token(http: Http) -> N
                 # The last event before [DONE].
                 found = json.loads(text.split("data: ")[-2] if stream else text)["choices"][0]
                 assert (found["finish_reason"], found["stop_reason"]) == ("stop", expected)
+
+
+@pytest.mark.parametrize("prompt", ["x " * 100_000, "x " * 300, [1] * 300], ids=lambda _: "")
+async def test_too_long_a_prompt_is_refused_in_words_that_clients_recognise(
+    http: Http, prompt: object
+) -> None:
+    max_model_len = http.stack.gateway.generations.scheduler.max_model_len
+    status, error = await http.error("/v1/completions", {"prompt": prompt})
+    assert (status, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+    assert f"This model's maximum context length is {max_model_len} tokens" in error["message"]
 
 
 INVALID_FIELDS: list[tuple[dict[str, object], str, str]] = [

@@ -450,6 +450,23 @@ async def test_tokens_are_counted(tools: Http) -> None:
     sending.cancel()
 
 
+@pytest.mark.parametrize("last", [{"role": "assistant", "content": "b"}, _calls(1)])
+async def test_the_tokens_of_a_conversation_that_ends_with_the_assistant_are_counted(
+    tools: Http, last: dict[str, Any]
+) -> None:
+    counts = []
+    for messages in ([USER], [USER, last], [USER, last, USER]):
+        body = {"messages": messages, "tools": TOOLS}
+        response = await tools.client.post(f"{PATH}/count_tokens", json=body)
+        assert response.status_code == 200, response.text
+        counts.append(response.json()["input_tokens"])
+    user, with_last, whole = counts
+    prompt = await tools.client.post("/tokenize", json={"prompt": "<|assistant|>"})
+    # The first and the third one have the beginning of the next message.
+    next_one = prompt.json()["count"]
+    assert user - next_one < with_last < whole - next_one
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

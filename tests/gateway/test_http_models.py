@@ -4,7 +4,7 @@ import re
 from unittest.mock import Mock
 
 import pytest
-from gateway_tokenizers import byte_fallback, byte_level
+from gateway_tokenizers import BOS, EOS, byte_fallback, byte_level
 from http_client import Http
 from structlog.testing import capture_logs
 
@@ -49,6 +49,29 @@ async def test_texts_and_tokens_are_converted(http: Http) -> None:
         assert error["message"].startswith(f"{param}: ")
     status, error = await http.error("/detokenize", {"tokens": [10**6]})
     assert (status, error["param"]) == (400, "tokens[0]")
+
+
+async def test_special_tokens_are_part_of_a_text(http: Http) -> None:
+    [eos] = http.stack.gateway.served.get(None).files.eos_token_ids
+    tokens = [*http.stack.encode("a fox"), eos]
+    for change, text in (({}, f"a fox{EOS}"), ({"skip_special_tokens": True}, "a fox")):
+        response = await http.client.post("/detokenize", json={"tokens": tokens, **change})
+        assert response.json() == {"prompt": text}
+
+
+async def test_the_tokenizer_is_described(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = http.stack.gateway.served.get(None).files
+    assert files.chat_template is not None
+    expected = {
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": None,
+        "tokenizer_class": None,
+        "chat_template": files.chat_template.source,
+    }
+    assert (await http.client.get("/tokenizer_info")).json() == expected
+    monkeypatch.setitem(files.__dict__, "chat_template", None)
+    assert (await http.client.get("/tokenizer_info")).json() == {**expected, "chat_template": None}
 
 
 async def test_the_gateway_describes_itself(http: Http) -> None:

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import grpc
+import openai
 import pytest
 import tools_model
 from gateway_fake_scheduler import Delta, Entry, deltas
@@ -60,6 +61,14 @@ async def test_a_response(http: Http) -> None:
     assert response["usage"]["output_tokens"] == len(ids)
     # The client itself does not check that fields are there.
     Response.model_validate(response)
+
+
+async def test_codex_labels_change_nothing(http: Http) -> None:
+    labels = {"x-codex-installation-id": "a", "number": 1, "is_first": True, "parent": None}
+    body = {"input": "x", "client_metadata": labels}
+    response = await http.respond("/v1/responses", body, "fox")
+    assert response["metadata"] == {}
+    assert "client_metadata" not in response
 
 
 async def test_adjacent_messages_of_the_input_are_joined(
@@ -294,7 +303,7 @@ async def test_a_cancelled_response_whose_stream_fails_at_once_is_an_object(
         assert (await cancelling).json()["status"] == "cancelled"
 
 
-def _take_over(http: Http, attachment: scheduler_pb2.Attachment) -> None:
+def _take_over(http: Http, attachment: scheduler_pb2.Attachment | scheduler_pb2.Submission) -> None:
     """Fail an attachment as the scheduler does when another one takes the request."""
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason="TAKEN_OVER", domain="quire"))
@@ -416,6 +425,87 @@ async def test_the_stream_of_a_response_that_ended_with_an_error_has_its_end(
         last = json.loads(data[-2])
         assert last["sequence_number"] > after
         assert (last["response"]["id"], last["response"]["status"]) == ("resp_r", status)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(grpc.StatusCode.INTERNAL, "failed"), (grpc.StatusCode.CANCELLED, "cancelled")],
+)
+async def test_an_error_within_a_stream_ends_the_response(
+    http: Http, code: grpc.StatusCode, status: str
+) -> None:
+    scheduler = http.stack.scheduler
+    body = {"input": "x", "stream": True, "metadata": {"a": "b"}}
+    async with http.stream("/v1/responses", body, x_request_id="r") as events:
+        sent = await http.submission()
+        scheduler.accept(sent)
+        scheduler.write(sent, 0, http.stack.encode("fox"))
+        scheduler.fail(sent, code, opaque=sent.opaque)
+        *others, ended, error = await events.rest()
+    assert (ended.name, error.name) == (f"response.{status}", "error")
+    response = ended.json()["response"]
+    assert (response["id"], response["status"]) == ("resp_r", status)
+    assert response["metadata"] == {"a": "b"}
+    Response.model_validate(response)
+    numbers = [event.json()["sequence_number"] for event in (*others, ended, error)]
+    assert numbers == sorted(set(numbers))
+    # Top-level fields are those of OpenAI's API, `error` is what its clients raise.
+    data = error.json()
+    assert (data["type"], data["message"], data["error"]["message"]) == ("error", "no", "no")
+
+
+async def test_a_stream_that_is_taken_over_does_not_end_its_response(http: Http) -> None:
+    scheduler = http.stack.scheduler
+    async with http.stream("/v1/responses", {"input": "x", "stream": True}) as events:
+        sent = await http.submission()
+        scheduler.accept(sent)
+        _take_over(http, sent)
+        names = [event.name for event in await events.rest()]
+    assert names == ["response.created", "response.in_progress", "error"]
+
+
+async def test_the_error_within_a_continued_stream_has_a_later_number(http: Http) -> None:
+    scheduler = http.stack.scheduler
+    sending = http.start("/v1/responses", {"input": "x", "background": True}, x_request_id="r")
+    sent = await http.submission()
+    scheduler.accept(sent)
+    await sending
+    async with http.stream("/v1/responses/resp_r?stream=true&starting_after=900") as events:
+        attachment = await scheduler.attachments.get()
+        scheduler.accept(attachment, sent.opaque)
+        scheduler.fail(attachment, grpc.StatusCode.INTERNAL, opaque=sent.opaque)
+        received = await events.rest()
+    assert [(event.name, event.json()["sequence_number"]) for event in received] == [
+        *(("response.failed", 901), ("error", 902))
+    ]
+
+
+@pytest.mark.parametrize("is_helper", [False, True])
+async def test_openais_client_raises_the_error_of_a_stream(http: Http, is_helper: bool) -> None:
+    scheduler = http.stack.scheduler
+    names = set()
+
+    async def read(client: openai.AsyncOpenAI) -> None:
+        if is_helper:
+            async with client.responses.stream(model="tiny", input="x") as stream:
+                async for event in stream:
+                    names.add(event.type)
+            return
+        async for one in await client.responses.create(model="tiny", input="x", stream=True):
+            names.add(one.type)
+
+    url = f"{http.client.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        reading = asyncio.create_task(read(client))
+        sent = await http.submission()
+        scheduler.accept(sent)
+        scheduler.write(sent, 0, http.stack.encode("fox"))
+        scheduler.fail(sent, grpc.StatusCode.INTERNAL, opaque=sent.opaque)
+        with pytest.raises(openai.APIError, match="no") as raised:
+            await reading
+    assert "response.failed" in names
+    error: Any = raised.value.body
+    assert error["type"] == "server_error"
 
 
 async def test_a_failed_request_of_another_kind_is_no_response(http: Http) -> None:

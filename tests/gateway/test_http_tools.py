@@ -146,10 +146,15 @@ async def test_hints_change_no_token(tools: Http) -> None:
         "service_tier": "flex",
     }
     chat: dict[str, Any] = {"store": True, "prediction": {"type": "content", "content": "b"}}
+    chat |= {"verbosity": "low"}
     # vLLM's, with the values that change nothing there either.
     chat |= {"mm_processor_kwargs": {}, "logits_processors": [], "thinking_token_budget": None}
     chat |= {"truncation_side": "left", "vllm_xargs": {}, "kv_transfer_params": None}
-    response = {"max_tool_calls": 3}
+    response = {
+        "max_tool_calls": 3,
+        "text": {"verbosity": "high"},
+        "reasoning": {"summary": "detailed"},
+    }
     prompts = []
     for message, part, fields in (({}, {}, {}), (hint, {**hint, **breakpoint_}, options)):
         chat_fields, response_fields = (chat, response) if fields else ({}, {})
@@ -247,6 +252,39 @@ async def test_an_invalid_field_of_tools_is_named(
 
 
 RESPONSE_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+THOUGHT = {"type": "thinking", "thinking": "Why?", "signature": "s"}
+TEXT = {"type": "text", "text": "b"}
+REDACTED = {"type": "redacted_thinking", "data": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"content": [THOUGHT, REDACTED, {**THOUGHT, "thinking": "So."}, TEXT]}, "Why?\nSo."),
+        ({"content": [THOUGHT, TEXT], "reasoning_content": "Because."}, "Because."),
+        ({"content": [REDACTED, TEXT]}, None),
+        ({"content": "b", "thinking_blocks": [THOUGHT, REDACTED]}, "Why?"),
+        ({"content": [THOUGHT, TEXT], "thinking_blocks": [THOUGHT]}, "Why?"),
+    ],
+)
+async def test_parts_of_thinking_are_the_reasoning_of_a_message(
+    tools: Http, fields: dict[str, Any], reasoning: str | None
+) -> None:
+    messages = [USER, {"role": "assistant", **fields}, USER]
+    sending = tools.start(PATH, {"messages": messages})
+    prompt = await write(tools, "c")
+    assert (await sending).status_code == 200
+    thought = "" if reasoning is None else f"<think>{reasoning}</think>"
+    assert f"<|assistant|>{thought}b<|user|>" in prompt
+
+
+async def test_parts_of_thinking_are_the_assistants(tools: Http) -> None:
+    messages = [USER, {"role": "user", "content": [TEXT, THOUGHT]}]
+    status, error = await tools.error(PATH, {"messages": messages})
+    assert (status, error["param"]) == (400, "messages[1].content")
+    assert "thinking, which is for the role assistant alone" in error["message"]
 
 
 async def test_a_response_has_items(tools: Http) -> None:
@@ -410,7 +448,8 @@ async def test_a_response_is_resumed_after_each_event(tools: Http) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_field"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tool_name"),
         ({"tool_choice": "required"}, "tool_choice", "no_tools"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_field"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_field"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "invalid_field"),
         ({"include": ["file_search_call.results"]}, "include[0]", "invalid_field"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else str(value),

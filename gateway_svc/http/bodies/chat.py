@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from gateway_svc.http.bodies.fields import (
     CacheRetention,
@@ -12,11 +13,13 @@ from gateway_svc.http.bodies.fields import (
     Hint,
     HttpRequest,
     ServiceTier,
+    Verbosity,
     message_type,
     struct_of,
     unsupported,
 )
 from gateway_svc.http.bodies.sampling import SamplingFields
+from gateway_svc.http.bodies.thinking import RedactedThinkingBlock, ThinkingBlock, reasoning_of
 from gateway_svc.http.bodies.tools import (
     ChatToolCalls,
     ChatTools,
@@ -33,7 +36,7 @@ MAX_MESSAGES = 4096
 
 
 class TextPart(HttpRequest):
-    """A part of a message's content. Only texts are served."""
+    """A text of a message's content."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -45,14 +48,28 @@ class TextPart(HttpRequest):
     prompt_cache_breakpoint: Hint | None = None
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+# Only texts are served, and the reasoning of the assistant's own messages.
+Part = TextPart | ThinkingBlock | RedactedThinkingBlock
+Content = str | Annotated[list[Part], Field(max_length=MAX_MESSAGES)]
+ThinkingBlocks = Annotated[
+    list[ThinkingBlock | RedactedThinkingBlock], Field(max_length=MAX_MESSAGES)
+]
 # Texts by name, such as a title and a text.
 Documents = Annotated[list[dict[str, str]], Field(max_length=1024)]
 
 
+def _check_parts(content: Content | None, info: ValidationInfo) -> Content | None:
+    if isinstance(content, list) and info.data.get("role") != "assistant":
+        for part in content:
+            if not isinstance(part, TextPart):
+                message = "has a part of the type {type}, which is for the role assistant alone"
+                raise PydanticCustomError("part_of_role", message, {"type": part.type})
+    return content
+
+
 class ChatMessage(HttpRequest):
     role: Annotated[str, Field(min_length=1)]
-    content: Content | None = None
+    content: Annotated[Content | None, AfterValidator(_check_parts)] = None
     # The call that a message of the role `tool` has the output of.
     tool_call_id: str | None = None
     name: str | None = None
@@ -60,6 +77,8 @@ class ChatMessage(HttpRequest):
     reasoning: str | None = None
     # vLLM's older name.
     reasoning_content: str | None = None
+    # litellm's, which is the reasoning of messages without the others.
+    thinking_blocks: ThinkingBlocks | None = None
     function_call: unsupported() = None  # type: ignore[valid-type]
     audio: unsupported() = None  # type: ignore[valid-type]
     refusal: unsupported() = None  # type: ignore[valid-type]
@@ -78,8 +97,15 @@ class ChatMessage(HttpRequest):
             tool_calls=[call.to_proto() for call in self.tool_calls or ()],
             tool_call_id=self.tool_call_id,
             name=self.name,
-            reasoning=self.reasoning_content if self.reasoning is None else self.reasoning,
+            reasoning=self._reasoning(),
         )
+
+    def _reasoning(self) -> str | None:
+        for given in (self.reasoning, self.reasoning_content):
+            if given is not None:
+                return given
+        parts = self.content if isinstance(self.content, list) else ()
+        return reasoning_of([*parts]) or reasoning_of(self.thinking_blocks or ())
 
 
 class ChatRequest(SamplingFields):
@@ -98,6 +124,7 @@ class ChatRequest(SamplingFields):
     store: bool | None = None
     # A text that the output is likely to have.
     prediction: Hint | None = None
+    verbosity: Verbosity | None = None
 
     # As vLLM has them.
     chat_template_kwargs: dict[str, Any] | None = None
@@ -121,7 +148,6 @@ class ChatRequest(SamplingFields):
     audio: unsupported() = None  # type: ignore[valid-type]
     modalities: unsupported(["text"]) = None  # type: ignore[valid-type]
     moderation: unsupported() = None  # type: ignore[valid-type]
-    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
     web_search_options: unsupported() = None  # type: ignore[valid-type]
 
     def message(self, request_id: str) -> GenerationMessage:
@@ -158,11 +184,11 @@ class ChatRequest(SamplingFields):
         return tool_choice(self.tool_choice, None)
 
 
-def text_of(content: str | Sequence[TextPart] | None) -> str:
+def text_of(content: str | Sequence[Part] | None) -> str:
     """The text of a message's content; its parts are separated by line feeds, as in vLLM."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def documents_of(documents: Documents | None) -> list[conversation_pb2.Document]:

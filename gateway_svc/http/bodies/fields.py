@@ -51,6 +51,9 @@ ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 # OpenAI's reference has written the first one with a hyphen, too.
 CacheRetention = Literal["in_memory", "in-memory", "24h"]
 
+# How long an output should be. It changes nothing: chat templates have no variable for it.
+Verbosity = Literal["low", "medium", "high"]
+
 
 class HttpRequest(BaseModel):
     """A request's body. Unknown fields and values of other types are refused."""

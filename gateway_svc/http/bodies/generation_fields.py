@@ -33,7 +33,7 @@ class GenerationFields(HttpRequest):
     # By token id, as a text.
     logit_bias: dict[str, float] | None = None
 
-    # As vLLM has them. A `top_k` of -1 stands for all tokens.
+    # As vLLM has them. A `top_k` of -1 stands for all tokens, a `seed` of -1 for none.
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
@@ -65,7 +65,7 @@ class GenerationFields(HttpRequest):
                 top_p=self.top_p,
                 top_k=0 if self.top_k == -1 else self.top_k,
                 min_p=self.min_p,
-                seed=None if self.seed is None else self.seed % 2**64,
+                seed=None if self.seed in (None, -1) else self.seed % 2**64,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 repetition_penalty=self.repetition_penalty,

@@ -126,9 +126,13 @@ class CountTokensRequest(HttpRequest):
     mcp_servers: unsupported([]) = None  # type: ignore[valid-type]
 
     def to_tokenize(self) -> tokenizer_pb2.TokenizeRequest:
-        return tokenizer_pb2.TokenizeRequest(model=self.model, conversation=self.conversation())
+        """A conversation may end anywhere, also with a call that has no result yet."""
+        converted = self._conversation()
+        if converted.messages[-1].role == "assistant":
+            converted.add_generation_prompt = False
+        return tokenizer_pb2.TokenizeRequest(model=self.model, conversation=converted)
 
-    def conversation(self) -> conversation_pb2.Conversation:
+    def _conversation(self) -> conversation_pb2.Conversation:
         messages = messages_of(self.messages, self.system)
         if self.context_management is not None:
             self.context_management.apply(messages)
@@ -140,7 +144,6 @@ class CountTokensRequest(HttpRequest):
             tool_choice=None if self.tool_choice is None else self.tool_choice.to_proto(),
             parallel_tool_calls=False if self._wants_one_call else None,
             include_reasoning=False if self._hides_thinking else None,
-            continue_final_message=_is_continued(messages[-1]) or None,
         )
 
     @property
@@ -188,10 +191,13 @@ class MessageRequest(CountTokensRequest, GenerationFields):
         if (form := self._format()) is not None:
             params.structured_output.CopyFrom(of_schema(form.schema_))
         self.fill_params(params)
+        converted = self._conversation()
+        if _is_continued(converted.messages[-1]):
+            converted.continue_final_message = True
         return message_type(bool(self.stream))(
             request_id=request_id,
             model=self.model,
-            conversation=self.conversation(),
+            conversation=converted,
             sampling_params=params,
             cache_salt=self.cache_salt,
             priority=self.priority,

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from gateway_svc.http.bodies.chat import MAX_MESSAGES
 from gateway_svc.http.bodies.fields import Hint, HttpRequest, at_most_deep, unsupported
 from gateway_svc.http.bodies.joining import join_adjacent
+from gateway_svc.http.bodies.thinking import RedactedThinkingBlock, ThinkingBlock, reasoning_of
 from gateway_svc.http.bodies.tools import MAX_CALLS
 from gateway_svc.output_formats.calls import TOOL_NAME
 from quire.service.errors import invalid
@@ -60,22 +61,6 @@ class ToolResultBlock(HttpRequest):
     is_error: bool | None = None
     cache_control: Hint | None = None
     toolset_name: unsupported() = None  # type: ignore[valid-type]
-
-
-class ThinkingBlock(HttpRequest):
-    """Reasoning of an earlier response."""
-
-    type: Literal["thinking"]
-    thinking: str
-    # Nothing is signed here, and so nothing is checked.
-    signature: str | None = None
-
-
-class RedactedThinkingBlock(HttpRequest):
-    """Reasoning that another server has encrypted. The model does not get it."""
-
-    type: Literal["redacted_thinking"]
-    data: str
 
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
@@ -167,13 +152,11 @@ def _converted(message: InputMessage) -> Iterable[conversation_pb2.Message]:
 
 
 def _assistant(blocks: Sequence[Block]) -> conversation_pb2.Message:
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
-    fields: dict[str, Any] = {"reasoning": "\n".join(thoughts)} if thoughts else {}
     return conversation_pb2.Message(
         role="assistant",
         content="\n".join(block.text for block in blocks if isinstance(block, TextBlock)),
         tool_calls=[block.to_proto() for block in blocks if isinstance(block, ToolUseBlock)],
-        **fields,
+        reasoning=reasoning_of(blocks),
     )
 
 

@@ -12,6 +12,7 @@ from gateway_svc.http.bodies.fields import (
     Hint,
     HttpRequest,
     ServiceTier,
+    Verbosity,
     message_type,
     replaced_by,
     unsupported,
@@ -42,7 +43,7 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 class TextConfig(HttpRequest):
     format: TextFormat | None = None
-    verbosity: unsupported("medium") = None  # type: ignore[valid-type]
+    verbosity: Verbosity | None = None
 
 
 class ResponseRequest(GenerationFields):
@@ -63,6 +64,8 @@ class ResponseRequest(GenerationFields):
     reasoning: ReasoningConfig | None = None
     # Labels of the client's, which change nothing.
     metadata: dict[str, str] | None = None
+    # Those that Codex sends.
+    client_metadata: Hint | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

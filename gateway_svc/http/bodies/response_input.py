@@ -123,7 +123,8 @@ class NamedResponseTool(HttpRequest):
 class ReasoningConfig(HttpRequest):
     # Sets variables of the chat template.
     effort: ReasoningEffort | None = None
-    summary: unsupported("auto", "none") = None  # type: ignore[valid-type]
+    # Reasoning is returned whole, without a summary.
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: unsupported() = None  # type: ignore[valid-type]
 
 

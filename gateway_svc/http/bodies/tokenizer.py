@@ -61,11 +61,12 @@ class TokenizeRequest(HttpRequest):
 class DetokenizeRequest(HttpRequest):
     model: str | None = None
     tokens: TokenIds
+    # They are kept by default, as in vLLM; over gRPC they are left out.
     skip_special_tokens: bool | None = None
 
     def message(self) -> tokenizer_pb2.DetokenizeRequest:
         return tokenizer_pb2.DetokenizeRequest(
             model=self.model,
             token_ids=self.tokens,
-            skip_special_tokens=self.skip_special_tokens,
+            skip_special_tokens=bool(self.skip_special_tokens),
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
 from gateway_svc.generation.choice_parser import ToolCallDelta
+from gateway_svc.http.errors import HttpError
 from gateway_svc.http.formats.chunks import Chunks
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
 from gateway_svc.http.formats.logprobs import chat_logprobs, prompt_logprobs
@@ -55,6 +56,9 @@ class ChatFormat:
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         yield from self._chunks.last(usage)
+
+    def error_events(self, error: HttpError) -> Iterable[ServerEvent]:
+        return ()
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         choices = [

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gateway_svc.generation.choice import ChoiceUpdate
+from gateway_svc.http.errors import HttpError
 from gateway_svc.http.formats.chunks import Chunks
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage, finish_reason, stop_reason
 from gateway_svc.http.formats.logprobs import completion_logprobs, prompt_logprobs
@@ -49,6 +50,9 @@ class CompletionFormat:
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         yield from self._chunks.last(usage)
+
+    def error_events(self, error: HttpError) -> Iterable[ServerEvent]:
+        return ()
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         choices = [

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
+from gateway_svc.http.errors import HttpError
 from gateway_svc.scheduler.events import TokenLogprobs
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
@@ -99,6 +100,9 @@ class Format(Protocol):
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         """Events after the end of all choices."""
+
+    def error_events(self, error: HttpError) -> Iterable[ServerEvent]:
+        """Events of an error that ends the stream; none if the error's own object suffices."""
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """The response of a request without a stream."""

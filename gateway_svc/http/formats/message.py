@@ -10,6 +10,7 @@ import pydantic_core
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.output_parsing import CallIds
+from gateway_svc.http.errors import HttpError
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage
 from gateway_svc.output_formats.pieces import (
     Arguments,
@@ -60,6 +61,9 @@ class MessageFormat:
             yield _event("message_stop")
 
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
+        return ()
+
+    def error_events(self, error: HttpError) -> Iterable[ServerEvent]:
         return ()
 
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:

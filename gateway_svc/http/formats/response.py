@@ -5,18 +5,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import grpc
 import orjson
 
 from gateway_svc.generation.choice import ChoiceEnd, ChoiceUpdate
 from gateway_svc.generation.generation import Generation
 from gateway_svc.generation.output_parsing import CallIds
-from gateway_svc.http.errors import format_names, to_http
+from gateway_svc.http.errors import HttpError, format_names, to_http
 from gateway_svc.http.formats.format import Output, ServerEvent, Usage
-from gateway_svc.http.formats.response_items import ResponseItems, merged
+from gateway_svc.http.formats.response_items import ResponseItems, first_number, merged
 from gateway_svc.text.served_model import Model
 from quire.internal.v1 import gateway_pb2
 from quire.service.errors import RequestError
+
+# The status of a request that was cancelled.
+_CANCELLED = 499
 
 
 class ResponseFormat:
@@ -55,6 +57,19 @@ class ResponseFormat:
     def last_events(self, usage: Usage) -> Iterable[ServerEvent]:
         return ()
 
+    def error_events(self, error: HttpError) -> Iterable[ServerEvent]:
+        """The end of a response that has failed, and an error in the form of this API, which also
+        has the object of all others: OpenAI's client for Python raises it."""
+        [choice] = self._generation.choices
+        number = max(self._after + 1, first_number(choice.num_tokens + 1))
+        if error.has_ended:
+            body = _ended_object(self._fixed, error)
+            yield _numbered(number, f"response.{body['status']}", response=body)
+            number += 1
+        inner = error.body["error"]
+        fields = {name: inner[name] for name in ("code", "message", "param")}
+        yield _numbered(number, "error", **fields, error=inner)
+
     def body(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         [output] = outputs
         for update in output.updates:
@@ -86,8 +101,7 @@ class ResponseFormat:
     def _first_events(self) -> Iterator[ServerEvent]:
         started = self._response("in_progress", None)
         for number, name in enumerate(("response.created", "response.in_progress")):
-            data = {"type": name, "sequence_number": number, "response": started}
-            yield ServerEvent(data, name)
+            yield _numbered(number, name, response=started)
 
     def _events(self, update: ChoiceUpdate, usage: Callable[[], Usage]) -> Iterator[ServerEvent]:
         [choice] = self._generation.choices
@@ -117,10 +131,13 @@ def ended_response(
     request_id: str, state: gateway_pb2.HttpState, error: RequestError
 ) -> dict[str, Any]:
     """The object of a response that was cancelled or has failed."""
-    response = {**_fixed_fields(request_id, state), "output": [], "usage": None}
-    if error.code is grpc.StatusCode.CANCELLED:
+    return _ended_object(_fixed_fields(request_id, state), to_http(error, format_names(error)))
+
+
+def _ended_object(fixed: dict[str, Any], failure: HttpError) -> dict[str, Any]:
+    response = {**fixed, "output": [], "usage": None}
+    if failure.status == _CANCELLED:
         return {**response, "status": "cancelled"}
-    failure = to_http(error, format_names(error))
     # The one of OpenAI's codes that is for requests at fault.
     code = "server_error" if failure.status >= 500 else "invalid_prompt"
     reported = {"code": code, "message": failure.body["error"]["message"]}
@@ -134,10 +151,11 @@ def ended_events(body: dict[str, Any], after: int) -> list[ServerEvent]:
     names = ("response.created", "response.in_progress")
     first = [(at, name, started) for at, name in enumerate(names) if at > after]
     last = (max(1, after) + 1, f"response.{body['status']}", body)
-    return [
-        ServerEvent({"type": name, "sequence_number": number, "response": response}, name)
-        for number, name, response in (*first, last)
-    ]
+    return [_numbered(number, name, response=response) for number, name, response in (*first, last)]
+
+
+def _numbered(number: int, name: str, /, **fields: Any) -> ServerEvent:
+    return ServerEvent({"type": name, "sequence_number": number, **fields}, name)
 
 
 def _fixed_fields(request_id: str, state: gateway_pb2.HttpState) -> dict[str, Any]:

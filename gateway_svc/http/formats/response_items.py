@@ -79,7 +79,7 @@ class ResponseItems:
     def event(self, num_tokens: int, name: str, /, **fields: Any) -> ServerEvent:
         token, count = self._last
         self._last = (num_tokens, count + 1 if num_tokens == token else 0)
-        number = _NUM_FIRST + num_tokens * _STRIDE + min(self._last[1], _STRIDE - 1)
+        number = first_number(num_tokens) + min(self._last[1], _STRIDE - 1)
         return ServerEvent({"type": name, "sequence_number": number, **fields}, name)
 
     def _piece(self, parsed: ParsedPiece) -> Iterator[ServerEvent]:
@@ -184,6 +184,11 @@ class ResponseItems:
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def first_number(num_tokens: int) -> int:
+    """The sequence number of the first event of a token."""
+    return _NUM_FIRST + num_tokens * _STRIDE
 
 
 def merged(events: Iterable[ServerEvent]) -> Iterator[ServerEvent]:

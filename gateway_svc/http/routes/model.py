@@ -17,6 +17,9 @@ from gateway_svc.http.routes.read_route import ReadRoute
 from quire.service.health import Health
 from quire.v1 import model_pb2
 
+# Clients read these, whether the model has them or not.
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token")
+
 
 class ModelRoutes:
     def __init__(
@@ -43,6 +46,7 @@ class ModelRoutes:
         router.post("/detokenize", openapi_extra=documented(DetokenizeRequest), tags=["tokenizer"])(
             self.detokenize
         )
+        router.get("/tokenizer_info", tags=["tokenizer"])(self.tokenizer_info)
         router.get("/health", tags=["operations"])(self.health)
         router.get("/ready", tags=["operations"])(self.ready)
         router.get("/version", tags=["operations"])(self.version)
@@ -81,6 +85,17 @@ class ModelRoutes:
         _, message = await self._context.body(request, DetokenizeRequest, DetokenizeRequest.message)
         response = await self._tokenization.detokenize(message)
         return {"prompt": response.text}
+
+    async def tokenizer_info(self, request: Request) -> dict[str, Any]:
+        """Return the special tokens by name, the tokenizer's class, and the chat template."""
+        self._context.tenant(request)
+        files = self._tokenization.files()
+        return {
+            **dict.fromkeys(_TOKEN_NAMES),
+            **files.named_tokens,
+            "tokenizer_class": files.tokenizer_class,
+            "chat_template": None if files.chat_template is None else files.chat_template.source,
+        }
 
     async def health(self) -> dict[str, Any]:
         """Report that the gateway is alive."""
