@@ -26,7 +26,9 @@ const apis = {
     create: (body) => client.responses.create(body),
     text: (made) => [made.output_text],
     add: (texts, event) => {
-      if (event.type === "response.output_text.delta") texts[0] = (texts[0] ?? "") + event.delta;
+      // Empty if the output is a call.
+      texts[0] ??= "";
+      if (event.type === "response.output_text.delta") texts[0] += event.delta;
     },
   },
 };

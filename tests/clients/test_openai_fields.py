@@ -71,8 +71,10 @@ def texts_of(api: str, made: Any) -> list[str]:
 def add(api: str, texts: dict[int, str], chunk: Any) -> None:
     """Add a chunk's text to that of its choice."""
     if api == "responses":
+        # Empty if the output is a call.
+        texts.setdefault(0, "")
         if chunk.type == "response.output_text.delta":
-            texts[0] = texts.get(0, "") + chunk.delta
+            texts[0] += chunk.delta
         return
     for choice in chunk.choices:
         text = choice.text if api == "completions" else choice.delta.content or ""
