@@ -35,13 +35,14 @@ cancel() {
 }
 
 # Writes the events to a file until the last one is there; each connection continues after the last
-# event that is complete.
+# event that is complete. Events have ids for clients that accept them.
 resume() {
   local events next=1
   events=$(mktemp)
   post "$url/v1/completions" \
     '{"prompt": "Open the file", "max_tokens": 200, "seed": 1, "ignore_eos": true,
-      "stream": true, "resume_window_s": 30}' --header "X-Request-Id: $id" >"$events" || true
+      "stream": true, "resume_window_s": 30}' --header "X-Request-Id: $id" \
+    --header 'Accept: text/event-stream' >"$events" || true
   until grep --quiet '^data: \[DONE\]' "$events"; do
     sleep 0.1
     # Without what follows the last blank line, which ends an event.
