@@ -9,7 +9,6 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.moves import Moves
-from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.leadership.lease import Lease
@@ -32,7 +31,8 @@ class Participation:
         engine: Engine,
         handler: FrameHandler,
         claims: Claims,
-        record_writer: RecordWriter,
+        moves: Moves,
+        tenants: TenantExchange,
         lease: Lease,
     ) -> None:
         self._lease = lease
@@ -42,24 +42,8 @@ class Participation:
         self._engine = engine
         self._handler = handler
         self._claims = claims
-        self._moves = Moves(
-            shard,
-            process.membership,
-            engine,
-            store,
-            process.stores,
-            record_writer,
-            claims,
-            lambda: lease.is_held,
-            handler.next_sequence_id,
-            handler.give,
-            handler.take,
-        )
-        self._tenants = TenantExchange(
-            shard, store.leadership.epoch, engine, process.membership, process.cluster
-        )
-        handler.set_moves(self._moves.take, self._moves.giving)
-        handler.set_ask_for_room(self._tenants.ask)
+        self._moves = moves
+        self._tenants = tenants
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
             Coordinator(process.membership, store, process.addresses) if shard == 0 else None

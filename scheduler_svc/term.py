@@ -10,7 +10,9 @@ from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.discovery import Discovery
 from scheduler_svc.engine.dispatcher import MatchPools
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.engine.tenant_writer import TenantWriter
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
@@ -46,15 +48,7 @@ class Term:
         self._record_writer = RecordWriter(
             store, settings.finished_ttl_s, settings.finished_max_bytes
         )
-        self.engine = Engine(
-            self._record_writer,
-            _match_pools(store),
-            settings.placement,
-            by_priority=settings.scheduling_policy == "priority",
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            spans=process.spans,
-        )
+        self.engine = _engine(process, store, self._record_writer)
         self._recovered = [s for group in recovered.groups for s in group.sequences]
         self._restore(recovered)
         self._tenant_writer = TenantWriter(self.engine, store)
@@ -66,6 +60,10 @@ class Term:
             self.engine.live,
             settings.finished_ttl_s,
         )
+        moves = self._make_moves(process, shard, store, claims)
+        tenants = TenantExchange(
+            shard, self.epoch, self.engine, process.membership, process.cluster
+        )
         self.handler = FrameHandler(
             self.engine,
             store,
@@ -73,6 +71,8 @@ class Term:
             lease,
             settings.orphan_grace_s,
             claims,
+            moves,
+            tenants,
         )
         self._discovery = Discovery(
             process.addresses,
@@ -86,7 +86,23 @@ class Term:
             settings.worker_tls,
         )
         self.participation = Participation(
-            process, shard, store, self.engine, self.handler, claims, self._record_writer, lease
+            process, shard, store, self.engine, self.handler, claims, moves, tenants, lease
+        )
+
+    def _make_moves(self, process: Process, shard: int, store: Store, claims: Claims) -> Moves:
+        return Moves(
+            shard,
+            process.membership,
+            self.engine,
+            store,
+            process.stores,
+            self._record_writer,
+            claims,
+            lambda: self.lease.is_held,
+            lambda count: self.handler.next_sequence_id(count),
+            # The handler has the moves, so it is created after them.
+            on_given=lambda group, target: self.handler.give(group, target),
+            on_taken=lambda group: self.handler.take(group),
         )
 
     def _restore(self, recovered: RecoveredState) -> None:
@@ -169,6 +185,19 @@ class Term:
             await asyncio.sleep(HELLO_DELAY_S)
             changed.clear()
             self.handler.announce()
+
+
+def _engine(process: Process, store: Store, record_writer: RecordWriter) -> Engine:
+    settings = process.settings
+    return Engine(
+        record_writer,
+        _match_pools(store),
+        settings.placement,
+        by_priority=settings.scheduling_policy == "priority",
+        max_waiting_requests=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        spans=process.spans,
+    )
 
 
 def _match_pools(store: Store) -> MatchPools:

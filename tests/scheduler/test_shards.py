@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -511,7 +512,7 @@ async def test_questions_that_find_leadership_lost_leave_no_traceback(stack: Sta
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     gateway = await stack.gateway()
     handler = stack.member.term.handler
-    handler.set_moves(lost, {})
+    handler._moves = SimpleNamespace(take=lost, giving={})
     key = scheduler_pb2.RequestKey(request_id="none")
     await gateway.send(
         lookups=[scheduler_pb2.Lookup(tag=1, request=key)],
