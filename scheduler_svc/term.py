@@ -99,7 +99,6 @@ class Term:
             self._record_writer,
             claims,
             lambda: self.lease.is_held,
-            lambda count: self.handler.next_sequence_id(count),
             # The handler has the moves, so it is created after them.
             on_given=lambda group, target: self.handler.give(group, target),
             on_taken=lambda group: self.handler.take(group),
@@ -193,6 +192,7 @@ def _engine(process: Process, store: Store, record_writer: RecordWriter) -> Engi
         record_writer,
         _match_pools(store),
         settings.placement,
+        store.leadership.epoch,
         by_priority=settings.scheduling_policy == "priority",
         max_waiting_requests=settings.max_waiting_requests,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -13,6 +13,7 @@ from scheduler_svc.core.limits import Excess, PrincipalLimits, Reservation
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
 from scheduler_svc.core.quotas import Quotas
+from scheduler_svc.core.request import SequenceIds
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
@@ -47,6 +48,7 @@ class Engine:
         record_writer: RecordWriter,
         match_pools: MatchPools,
         placement: Placement,
+        epoch: int,
         by_priority: bool,
         max_waiting_requests: int,
         max_waiting_tokens: int,
@@ -58,6 +60,7 @@ class Engine:
         # Set when a lane is added or removed; the listener clears it.
         self.lanes_changed = asyncio.Event()
         self.live: dict[RequestKey, Group] = {}
+        self.sequence_ids = SequenceIds(epoch)
         self.shares = FairShares()
         self.quotas = Quotas()
         self.waiting = WaitingQueue(self.shares)

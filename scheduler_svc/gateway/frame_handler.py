@@ -115,10 +115,6 @@ class FrameHandler:
         """Wait for the gateway of a request that another shard has given."""
         self._orphans.add(group, client_gone=False)
 
-    def next_sequence_id(self, count: int) -> int:
-        """The first of so many new sequence ids."""
-        return self._submissions.next_sequence_id(count)
-
     def close(self, successor: str = "") -> None:
         """End every stream after the output so far. Gateways then connect to the next leader, at
         the address of the `successor` if it is known, and resubmit what was not accepted."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
@@ -67,8 +66,6 @@ class Submissions:
         self._tasks: set[asyncio.Task[None]] = set()
         # Recordings that no frame waits for any more.
         self._num_slow = 0
-        # Unique across terms: an epoch is at least the clock in ms, so 4 million ids fit per ms.
-        self._sequence_ids = itertools.count(store.leadership.epoch << 22)
 
     def close(self) -> None:
         """Cancel the submissions in progress."""
@@ -242,14 +239,7 @@ class Submissions:
                 self._refuse(submission, error, connection)
 
     def _record_of(self, submission: _Submission) -> RequestRecord:
-        return record_of(submission, self.next_sequence_id(num_choices(submission)))
-
-    def next_sequence_id(self, count: int) -> int:
-        """The first of so many new sequence ids."""
-        first = next(self._sequence_ids)
-        for _ in range(count - 1):
-            next(self._sequence_ids)
-        return first
+        return record_of(submission, self._engine.sequence_ids.take(num_choices(submission)))
 
     async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
         with self._engine.arrivals.pending(len(new)), self._claims.recording():
