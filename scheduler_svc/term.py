@@ -5,7 +5,6 @@ import asyncio
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.sequence import NullSubscriber
 from scheduler_svc.core.tenants import export_tenants, restore_tenants
-from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.discovery import Discovery
 from scheduler_svc.engine.dispatcher import MatchPools
@@ -207,19 +206,15 @@ def _match_pools(store: Store) -> MatchPools:
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:
     return LaneOptions(
-        limits=Limits(
-            block_size=0,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            watermark=0,
-            policy=settings.batch_policy,
-            preemption_mode=settings.preemption_mode,
-            max_num_partial_prefills=settings.max_num_partial_prefills,
-            max_long_partial_prefills=settings.max_long_partial_prefills,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            num_lookahead_slots=settings.num_lookahead_slots,
-        ),
-        watermark=settings.watermark,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        watermark_share=settings.watermark,
+        policy=settings.batch_policy,
+        preemption_mode=settings.preemption_mode,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
+        max_long_partial_prefills=settings.max_long_partial_prefills,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        num_lookahead_slots=settings.num_lookahead_slots,
         pipeline_depth=settings.pipeline_depth,
         multi_step_s=settings.multi_step_s,
         max_prefill_s=settings.max_prefill_s,
