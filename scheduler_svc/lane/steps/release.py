@@ -48,6 +48,7 @@ class StepRelease:
             sequence
             for sequence in self._table.rows
             if sequence not in self._kept
+            # `is_complete or is_ended` inlined: this runs over all rows in every step.
             and (
                 sequence.num_tokens >= sequence.max_num_tokens
                 or sequence.end is not None
