@@ -1,6 +1,7 @@
 """Leaders that die, hand over, or resume when another one leads."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from checking_worker import CheckingWorker
@@ -367,20 +368,26 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_plan(
     lost: list[Exception] = []
     worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
-        old, original = await running(stack)
+        _, original = await running(stack)
         previous = stack.member
 
-        async def hold_old(stream: WorkerStream, plan: worker_pb2.BatchPlan) -> None:
-            if plan.epoch == old.epoch:
-                in_hand.set()
-                await sends.wait()
+        loop = stack.only_lane._loop
+        hooks = loop._hooks
+
+        async def hold_old() -> None:
+            await hooks.wait_for_lease()
+            in_hand.set()
+            await sends.wait()
+
+        def noted_send(stream: WorkerStream, request: worker_pb2.ExecuteRequest) -> None:
             try:
-                await send(stream, plan)
+                send(stream, request)
             except Exception as error:
                 lost.append(error)
                 raise
 
-        monkeypatch.setattr(WorkerStream, "send", hold_old)
+        monkeypatch.setattr(WorkerStream, "send", noted_send)
+        loop._hooks = replace(hooks, wait_for_lease=hold_old)
         await until(in_hand.is_set, "a plan in hand")
         num_old_plans = len(worker.plans)
         wakes_up = hold_periodic_writes(monkeypatch, previous)
