@@ -310,7 +310,7 @@ class Multiplexer:
         return was_live
 
     def _send_finish(self, stream: RequestStream, choice: int) -> None:
-        """Report the stop string that ended a choice here, with the tokens that it keeps."""
+        """Report that a choice ended in its text, with the number of tokens that it keeps."""
         finish = scheduler_pb2.Finish(
             attachment=stream.attachment, choice=choice, num_tokens=stream.finishes[choice]
         )

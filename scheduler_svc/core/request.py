@@ -11,13 +11,14 @@ from quire.service.beams import num_entries
 from scheduler_svc.beams.search import EarlyStopping
 
 # Tokens of a choice in a frame with deferred delivery, after its first one: the client of the
-# request reads none before the end, and it has no stop strings.
+# request reads none before the end, and its text does not end it.
 DEFERRED_TOKENS: Final = 32
 
 
 class EndReason(Enum):
     STOP_TOKEN = "stop_token"
     LENGTH = "length"
+    # Found by the gateway in the text: a stop string, or that the only call of a tool is complete.
     STOP_STRING = "stop_string"
 
 

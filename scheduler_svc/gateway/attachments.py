@@ -140,9 +140,9 @@ class Attachments:
         return True
 
     def finish(self, group: Group, finish: scheduler_pb2.Finish) -> None:
-        """End a choice at the stop string that the gateway has found in its text."""
+        """End a choice where the gateway has found the end in its text."""
         if group.beams is None and finish.choice < len(group.sequences):
-            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
+            group.sequences[finish.choice].end_in_text(finish.num_tokens)
             self._engine.finish_ended(group)
 
     def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
@@ -173,7 +173,7 @@ def _replay_ended(
         return
     group = from_record(stored, {})
     for sequence in group.outputs:
-        # Without an end of its own it was ended by its gateway, for a stop string.
+        # Without an end of its own it was ended by its gateway.
         sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
         sequence.is_finished = True
     connection.replay(group, request.attachment, request.next_indices)

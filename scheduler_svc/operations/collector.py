@@ -279,7 +279,8 @@ def _of_engines(engines: Mapping[str, Engine]) -> Iterator[Metric]:
     )
     ended = CounterMetricFamily(
         "quire:sequences_ended",
-        "Ended choices by end reason, failed requests by gRPC status code in lower case.",
+        "Ended choices by end reason, where stop_string includes complete calls of a tool; failed "
+        "requests by gRPC status code in lower case.",
         labels=["reason", "shard"],
     )
     for shard, engine in engines.items():
