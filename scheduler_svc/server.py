@@ -79,11 +79,6 @@ class Scheduler:
             self._server,
         )
 
-    @property
-    def leading(self) -> bool:
-        """Whether gateways are served."""
-        return any(shard.term is not None for shard in self.shards.values())
-
     async def serve(self) -> None:
         registry = CollectorRegistry()
         registry.register(self._collector)

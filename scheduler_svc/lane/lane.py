@@ -58,10 +58,6 @@ class Lane:
         return self.table.num_swapped
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._loop.in_flight)
-
-    @property
     def is_empty(self) -> bool:
         return self.table.is_empty
 

@@ -65,11 +65,6 @@ class Store:
         """As `LeaseStore.held`."""
         return self.lease.held
 
-    @property
-    def num_calls(self) -> int:
-        """Number of Redis calls so far."""
-        return self._connection.num_calls
-
     @classmethod
     def at(
         cls,

@@ -5,7 +5,7 @@ import asyncio
 import checking_worker
 import pytest
 from checking_worker import Broken, CheckingWorker
-from scheduler_stack import INTERNAL, Stack, info_of, prompt, running_stack
+from scheduler_stack import INTERNAL, Stack, info_of, num_in_flight, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
@@ -68,7 +68,7 @@ async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, soc
             await gateway.submit(prompt(9, seed), max_tokens=30, seed=seed)
         await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
         worker.gate.clear()
-        await until(lambda: stack.only_lane.num_in_flight == 2, "two plans in flight")
+        await until(lambda: num_in_flight(stack.only_lane) == 2, "two plans in flight")
         lost_step = worker.runner.last_finished_step + 1 + num_received
         num_left = [num_received]
 

@@ -282,11 +282,11 @@ async def test_a_map_is_refused_if_nothing_shows_the_shards(
     try:
         health = member.scheduler._health
         await until(lambda: ClusterKeys().map in health.failing.get("lead", ""), "the reason")
-        assert not member.scheduler.leading
+        assert not member.is_leading
         with pytest.raises(grpc.aio.AioRpcError, match="quire shards"):
             await cluster(member)
         redis_client.delete(ClusterKeys().map)
-        await until(lambda: member.scheduler.leading, "a leader")
+        await until(lambda: member.is_leading, "a leader")
     finally:
         await stack.stop()
 
