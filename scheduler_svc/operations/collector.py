@@ -1,7 +1,6 @@
 """The scheduler's Prometheus collector: reads the engine's and lanes' counts at each scrape."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
@@ -14,7 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_svc.core.histogram import Histogram
+from quire.service.metrics.exposition import exposed_buckets
+from quire.service.metrics.histogram import Histogram
 from scheduler_svc.core.stats import EngineStats, LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
@@ -257,7 +257,7 @@ class EngineCollector(Collector):
             family = HistogramMetricFamily(name, meaning, labels=["worker"])
             for incarnation, histograms in steps.items():
                 histogram = histogram_of(histograms)
-                family.add_metric([_hex(incarnation)], _buckets(histogram), histogram.sum)
+                family.add_metric([_hex(incarnation)], exposed_buckets(histogram), histogram.sum)
             yield family
 
 
@@ -285,7 +285,7 @@ def _of_engines(engines: Mapping[str, Engine]) -> Iterator[Metric]:
     )
     for shard, engine in engines.items():
         for tenant_class, histogram in engine.stats.queue_times.by_class.items():
-            waited.add_metric([tenant_class, shard], _buckets(histogram), histogram.sum)
+            waited.add_metric([tenant_class, shard], exposed_buckets(histogram), histogram.sum)
         for reason, count in engine.stats.ended.items():
             ended.add_metric([reason, shard], count)
     yield waited
@@ -330,11 +330,3 @@ def _worker(lane: Lane) -> str:
 def _hex(incarnation: int) -> str:
     """Format as in Redis keys and logs."""
     return f"{incarnation:016x}"
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    return [(_bound(bound), count) for bound, count in histogram.buckets()]
-
-
-def _bound(bound: float) -> str:
-    return "+Inf" if math.isinf(bound) else str(bound)

@@ -16,7 +16,7 @@ from waiting import until
 
 from quire.internal.v1.scheduler_pb2 import TenantPolicy
 from quire.service.lifecycle import Signals
-from quire.service.metrics import MetricsServer, start_metrics
+from quire.service.metrics.server import MetricsServer, start_metrics
 from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
