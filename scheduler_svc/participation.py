@@ -92,9 +92,6 @@ class Participation:
             return None
         engine = self._engine
         lanes = [lane for lane in engine.lanes.values() if not lane.draining]
-        num_on_lanes = sum(
-            len(lane.rows) + len(lane.assigned) + lane.num_swapped for lane in engine.lanes.values()
-        )
         return ShardLoad(
             leader=self._address,
             num_workers=len(lanes),
@@ -102,7 +99,7 @@ class Participation:
                 max(0, lane.limits.max_num_seqs - len(lane.rows) - len(lane.assigned))
                 for lane in lanes
             ),
-            num_live=num_on_lanes + len(engine.waiting),
+            num_live=engine.num_sequences,
             num_waiting=len(engine.waiting),
             num_asks=self._tenants.num_asks,
             num_gateways=self._handler.num_gateways,

@@ -69,6 +69,11 @@ class Engine:
             self.waiting, self.lanes, self._prepare, self.charge_output, match_pools, placement
         )
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of live requests: those in the queue and on lanes."""
+        return len(self.waiting) + sum(lane.num_sequences for lane in self.lanes.values())
+
     # Requests
 
     def prompt_error(self, num_tokens: int) -> RequestError | None:

@@ -58,6 +58,11 @@ class Lane:
         return self.table.num_swapped
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that are assigned, have a row, or are swapped."""
+        return len(self.rows) + len(self.assigned) + self.num_swapped
+
+    @property
     def is_empty(self) -> bool:
         return self.table.is_empty
 

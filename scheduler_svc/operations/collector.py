@@ -141,13 +141,7 @@ _LEVELS: Final[tuple[tuple[str, str, Callable[[Engine], float]], ...]] = (
     (
         "quire:num_requests_live",
         "Sequences of live requests.",
-        lambda engine: (
-            len(engine.waiting)
-            + sum(
-                len(lane.rows) + len(lane.assigned) + lane.num_swapped
-                for lane in engine.lanes.values()
-            )
-        ),
+        lambda engine: engine.num_sequences,
     ),
     (
         "quire:num_queued_tokens",
