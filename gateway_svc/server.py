@@ -36,7 +36,7 @@ from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
 from quire.service.memory import free_memory_regularly, keep_heap_compact
-from quire.service.metrics import MetricsServer, export_expiry, export_process, start_metrics
+from quire.service.metrics.server import MetricsServer, export_expiry, export_process, start_metrics
 from quire.v1 import beam_search_pb2_grpc, inference_pb2_grpc, model_pb2_grpc, tokenizer_pb2_grpc
 
 log = structlog.get_logger()

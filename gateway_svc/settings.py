@@ -10,7 +10,7 @@ from gateway_svc.admission.web_pages import parse_origins
 from gateway_svc.metrics.objectives import Objectives, parse_objectives
 from gateway_svc.output_formats.formats import REASONING_SETTINGS, TOOL_SETTINGS
 from quire.service.addresses import Address, check_address
-from quire.service.metrics import MetricsAddress
+from quire.service.metrics.server import MetricsAddress
 from quire.service.settings import link_tls
 from quire.service.tls import TLS
 from quire.service.tracing.settings import TracedServiceSettings

@@ -9,7 +9,6 @@ from scheduler_svc.cluster.load import ShardLoad
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.engine.moves import Moves
-from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.leadership.lease import Lease
@@ -32,7 +31,8 @@ class Participation:
         engine: Engine,
         handler: FrameHandler,
         claims: Claims,
-        record_writer: RecordWriter,
+        moves: Moves,
+        tenants: TenantExchange,
         lease: Lease,
     ) -> None:
         self._lease = lease
@@ -42,24 +42,8 @@ class Participation:
         self._engine = engine
         self._handler = handler
         self._claims = claims
-        self._moves = Moves(
-            shard,
-            process.membership,
-            engine,
-            store,
-            process.stores,
-            record_writer,
-            claims,
-            lambda: lease.is_held,
-            handler.next_sequence_id,
-            handler.give,
-            handler.take,
-        )
-        self._tenants = TenantExchange(
-            shard, store.leadership.epoch, engine, process.membership, process.cluster
-        )
-        handler.set_moves(self._moves.take, self._moves.giving)
-        handler.set_ask_for_room(self._tenants.ask)
+        self._moves = moves
+        self._tenants = tenants
         # Decides the map of the cluster; None in the terms of other shards.
         self._coordinator = (
             Coordinator(process.membership, store, process.addresses) if shard == 0 else None
@@ -108,9 +92,6 @@ class Participation:
             return None
         engine = self._engine
         lanes = [lane for lane in engine.lanes.values() if not lane.draining]
-        num_on_lanes = sum(
-            len(lane.rows) + len(lane.assigned) + lane.num_swapped for lane in engine.lanes.values()
-        )
         return ShardLoad(
             leader=self._address,
             num_workers=len(lanes),
@@ -118,7 +99,7 @@ class Participation:
                 max(0, lane.limits.max_num_seqs - len(lane.rows) - len(lane.assigned))
                 for lane in lanes
             ),
-            num_live=num_on_lanes + len(engine.waiting),
+            num_live=engine.num_sequences,
             num_waiting=len(engine.waiting),
             num_asks=self._tenants.num_asks,
             num_gateways=self._handler.num_gateways,

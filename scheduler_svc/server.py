@@ -17,7 +17,12 @@ from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import Signals, start_server
-from quire.service.metrics import MetricsServer, export_expiry, export_process, serving_metrics
+from quire.service.metrics.server import (
+    MetricsServer,
+    export_expiry,
+    export_process,
+    serving_metrics,
+)
 from quire.service.tls import ServerCertificates
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.cluster.membership import Membership
@@ -78,11 +83,6 @@ class Scheduler:
             LeadershipServicer(lambda: [shard.lease for shard in self.shards.values()]),
             self._server,
         )
-
-    @property
-    def leading(self) -> bool:
-        """Whether gateways are served."""
-        return any(shard.term is not None for shard in self.shards.values())
 
     async def serve(self) -> None:
         registry = CollectorRegistry()

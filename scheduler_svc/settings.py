@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_settings import SettingsConfigDict
 
 from quire.service.addresses import Address
-from quire.service.metrics import MetricsAddress
+from quire.service.metrics.server import MetricsAddress
 from quire.service.settings import link_tls
 from quire.service.tls import TLS
 from quire.service.tracing.settings import TracedServiceSettings

@@ -5,12 +5,13 @@ import asyncio
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.sequence import NullSubscriber
 from scheduler_svc.core.tenants import export_tenants, restore_tenants
-from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.discovery import Discovery
 from scheduler_svc.engine.dispatcher import MatchPools
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.engine.tenant_writer import TenantWriter
 from scheduler_svc.gateway.frame_handler import FrameHandler
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
@@ -46,15 +47,7 @@ class Term:
         self._record_writer = RecordWriter(
             store, settings.finished_ttl_s, settings.finished_max_bytes
         )
-        self.engine = Engine(
-            self._record_writer,
-            _match_pools(store),
-            settings.placement,
-            by_priority=settings.scheduling_policy == "priority",
-            max_waiting_requests=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            spans=process.spans,
-        )
+        self.engine = _engine(process, store, self._record_writer)
         self._recovered = [s for group in recovered.groups for s in group.sequences]
         self._restore(recovered)
         self._tenant_writer = TenantWriter(self.engine, store)
@@ -66,6 +59,10 @@ class Term:
             self.engine.live,
             settings.finished_ttl_s,
         )
+        moves = self._make_moves(process, shard, store, claims)
+        tenants = TenantExchange(
+            shard, self.epoch, self.engine, process.membership, process.cluster
+        )
         self.handler = FrameHandler(
             self.engine,
             store,
@@ -73,6 +70,8 @@ class Term:
             lease,
             settings.orphan_grace_s,
             claims,
+            moves,
+            tenants,
         )
         self._discovery = Discovery(
             process.addresses,
@@ -86,7 +85,22 @@ class Term:
             settings.worker_tls,
         )
         self.participation = Participation(
-            process, shard, store, self.engine, self.handler, claims, self._record_writer, lease
+            process, shard, store, self.engine, self.handler, claims, moves, tenants, lease
+        )
+
+    def _make_moves(self, process: Process, shard: int, store: Store, claims: Claims) -> Moves:
+        return Moves(
+            shard,
+            process.membership,
+            self.engine,
+            store,
+            process.stores,
+            self._record_writer,
+            claims,
+            lambda: self.lease.is_held,
+            # The handler has the moves, so it is created after them.
+            on_given=lambda group, target: self.handler.give(group, target),
+            on_taken=lambda group: self.handler.take(group),
         )
 
     def _restore(self, recovered: RecoveredState) -> None:
@@ -171,6 +185,20 @@ class Term:
             self.handler.announce()
 
 
+def _engine(process: Process, store: Store, record_writer: RecordWriter) -> Engine:
+    settings = process.settings
+    return Engine(
+        record_writer,
+        _match_pools(store),
+        settings.placement,
+        store.leadership.epoch,
+        by_priority=settings.scheduling_policy == "priority",
+        max_waiting_requests=settings.max_waiting_requests,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        spans=process.spans,
+    )
+
+
 def _match_pools(store: Store) -> MatchPools:
     """That of the store, repeated while Redis is unavailable."""
     return lambda pools, queries: store.retry(lambda: store.match_pools(pools, queries))
@@ -178,19 +206,15 @@ def _match_pools(store: Store) -> MatchPools:
 
 def _lane_options(settings: SchedulerSettings) -> LaneOptions:
     return LaneOptions(
-        limits=Limits(
-            block_size=0,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-            watermark=0,
-            policy=settings.batch_policy,
-            preemption_mode=settings.preemption_mode,
-            max_num_partial_prefills=settings.max_num_partial_prefills,
-            max_long_partial_prefills=settings.max_long_partial_prefills,
-            long_prefill_token_threshold=settings.long_prefill_token_threshold,
-            num_lookahead_slots=settings.num_lookahead_slots,
-        ),
-        watermark=settings.watermark,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        watermark_share=settings.watermark,
+        policy=settings.batch_policy,
+        preemption_mode=settings.preemption_mode,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
+        max_long_partial_prefills=settings.max_long_partial_prefills,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        num_lookahead_slots=settings.num_lookahead_slots,
         pipeline_depth=settings.pipeline_depth,
         multi_step_s=settings.multi_step_s,
         max_prefill_s=settings.max_prefill_s,

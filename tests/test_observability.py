@@ -22,7 +22,7 @@ from scripted_engine import FREE, ScriptedEngine
 from gateway_svc.metrics.objectives import parse_objectives
 from gateway_svc.metrics.request_metrics import GatewayMetrics
 from quire.service.errors import RequestError, unavailable
-from quire.service.metrics import export_expiry, export_process
+from quire.service.metrics.server import export_expiry, export_process
 from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector

@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry, Counter
 from gateway_svc.access.tenant import DEFAULT_CLASS
 from gateway_svc.admission.live_limits import REASONS
 from gateway_svc.generation.choice import ChoiceUpdate
-from gateway_svc.metrics.histogram import Histogram, Observations
+from gateway_svc.metrics.histogram import LabelledHistogram
 from gateway_svc.metrics.objectives import Objective, Objectives
 from gateway_svc.scheduler.route import RoutingCounters
 from quire.service.errors import RequestError
+from quire.service.metrics.histogram import Histogram
 
 _STOP, _LENGTH = "stop", "length"
 _TIME_TO_FIRST_TOKEN_S: Final = (
@@ -51,9 +52,9 @@ class _ClassMetrics:
     """The series of one class of tenants."""
 
     objective: Objective
-    time_to_first_token: Observations
-    inter_token_latency: Observations
-    e2e_latency: Observations
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    e2e_latency: Histogram
     # Ended requests that count for the objective, and those of them that kept it.
     counted: Counter
     met: Counter
@@ -154,8 +155,10 @@ class GatewayMetrics:
         """A function that counts."""
         return Counter(name, documentation, registry=self.registry).inc
 
-    def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
-        return Histogram(name, documentation, _CLASS, bounds, self.registry)
+    def _histogram(
+        self, name: str, documentation: str, bounds: Sequence[float]
+    ) -> LabelledHistogram:
+        return LabelledHistogram(name, documentation, _CLASS, bounds, self.registry)
 
     def _of_class(self, name: str) -> _ClassMetrics:
         found = self._classes.get(name)

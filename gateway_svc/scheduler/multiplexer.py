@@ -23,10 +23,6 @@ _RETRY_S = 0.25
 _MAX_GAPS = 3
 
 
-def _pass_on(stream: RequestStream, error: RequestError) -> RequestError | None:
-    return error
-
-
 class Multiplexer:
     """The requests of this gateway that are live at the leader of one shard.
 
@@ -39,8 +35,8 @@ class Multiplexer:
         self,
         max_queued_tokens: int,
         wait_s: float,
-        on_reattached: Callable[[], object] = lambda: None,
-        on_failure: Callable[[RequestStream, RequestError], RequestError | None] = _pass_on,
+        on_reattached: Callable[[], object],
+        on_failure: Callable[[RequestStream, RequestError], RequestError | None],
     ) -> None:
         """`on_failure` is called with a stream that was removed after a failure. It returns the
         error that the stream fails with, or None if the stream continues at another shard."""
@@ -310,7 +306,7 @@ class Multiplexer:
         return was_live
 
     def _send_finish(self, stream: RequestStream, choice: int) -> None:
-        """Report the stop string that ended a choice here, with the tokens that it keeps."""
+        """Report that a choice ended in its text, with the number of tokens that it keeps."""
         finish = scheduler_pb2.Finish(
             attachment=stream.attachment, choice=choice, num_tokens=stream.finishes[choice]
         )

@@ -74,11 +74,6 @@ class RequestRouter:
         return len(self._shards)
 
     @property
-    def num_usable_shards(self) -> int:
-        """Shards whose leaders are connected and have workers."""
-        return sum(load.is_usable for load in self._loads.all())
-
-    @property
     def is_idle(self) -> bool:
         return not self._lookups and all(shard.is_idle for shard in self._shards)
 

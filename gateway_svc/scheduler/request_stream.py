@@ -41,7 +41,7 @@ class RequestStream:
         # The request has been sent to its shard, on this connection or an earlier one.
         self.was_sent = False
         self.was_accepted = False
-        # By choice that this gateway ended at a stop string, the number of tokens kept.
+        # By choice that ended in its text, as this gateway found, the number of tokens kept.
         self.finishes: dict[int, int] = {}
         # Consecutive gaps: times that tokens were missing since new ones were received.
         self.num_gaps = 0

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from scheduler_svc.core.histogram import Histogram
+from quire.service.metrics.histogram import Histogram
 
 # The class of requests without a tenant, and of tenants without another class.
 DEFAULT_CLASS: Final = "default"
-# Those of the gateways' times to the first token, of which these are parts.
+# Those of the gateways' times to the first token, of which these are parts, and a shorter one.
 _SECONDS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),

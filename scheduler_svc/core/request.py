@@ -11,13 +11,14 @@ from quire.service.beams import num_entries
 from scheduler_svc.beams.search import EarlyStopping
 
 # Tokens of a choice in a frame with deferred delivery, after its first one: the client of the
-# request reads none before the end, and it has no stop strings.
+# request reads none before the end, and its text does not end it.
 DEFERRED_TOKENS: Final = 32
 
 
 class EndReason(Enum):
     STOP_TOKEN = "stop_token"
     LENGTH = "length"
+    # Found by the gateway in the text: a stop string, or that the only call of a tool is complete.
     STOP_STRING = "stop_string"
 
 
@@ -122,6 +123,20 @@ class Delivery:
                 self.prompt_logprobs[at] if self.prompt_logprobs else b"",
             )
         return part
+
+
+class SequenceIds:
+    """The sequence ids of one term, unique across terms."""
+
+    def __init__(self, epoch: int) -> None:
+        # An epoch is at least the clock in ms, so 4 million ids fit per ms.
+        self._next = epoch << 22
+
+    def take(self, count: int) -> int:
+        """The first of so many new ids, which are consecutive."""
+        first = self._next
+        self._next += count
+        return first
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -169,7 +169,7 @@ class Sequence:
     num_journaled: int = 0
     num_recorded: int = 0
     end: End | None = None
-    # Output tokens to keep, if the gateway found a stop string beyond the known ones.
+    # Output tokens to keep, if the gateway found the end in the text of more than are known.
     num_kept_tokens: int | None = None
     # It has ended and holds no resources; its subscriber has been notified of its end.
     is_finished: bool = False
@@ -308,9 +308,9 @@ class Sequence:
         else:
             self.end = End(EndReason.LENGTH, self.num_output_tokens)
 
-    def end_at_stop_string(self, num_output_tokens: int) -> None:
-        """End the sequence where the gateway found a stop string; the first end wins. Tokens that
-        are missing, because they are being sampled again, are awaited first."""
+    def end_in_text(self, num_output_tokens: int) -> None:
+        """End the sequence where the gateway found the end in its text; the first end wins. Tokens
+        that are missing, because they are being sampled again, are awaited first."""
         if not num_output_tokens > 0 or self.is_ended:
             return
         if num_output_tokens <= self.num_output_tokens:

@@ -13,7 +13,8 @@ from scheduler_svc.core.block_fit import blocks_for
 from scheduler_svc.core.crashes import CrashHistory
 from scheduler_svc.core.view import Limits
 from scheduler_svc.engine.detached_pools import DetachedPools
-from scheduler_svc.engine.engine import Engine, ModelGeometry
+from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.model_geometry import ModelGeometry
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.lane.options import LaneHooks, LaneOptions

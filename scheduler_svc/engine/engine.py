@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from quire.service.errors import RequestError, unavailable
 from quire.service.tracing.spans import SpanExporter
@@ -13,26 +12,18 @@ from scheduler_svc.core.limits import Excess, PrincipalLimits, Reservation
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.queue import Arrivals, WaitingQueue
 from scheduler_svc.core.quotas import Quotas
+from scheduler_svc.core.request import SequenceIds
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
+from scheduler_svc.engine.model_geometry import ModelGeometry
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.refusals import cancelled, overload_error, prompt_error, width_error
 from scheduler_svc.lane.lane import Lane
 from scheduler_svc.store.hashing import HashChain, root_hash
 from scheduler_svc.store.requests import RequestKey
 from scheduler_svc.tracing import request_phases
-
-
-@dataclass(frozen=True, slots=True)
-class ModelGeometry:
-    """Model properties that all workers must share."""
-
-    fingerprint: bytes
-    block_size: int
-    max_model_len: int
-    kv_cache_dtype: str
 
 
 class Engine:
@@ -47,6 +38,7 @@ class Engine:
         record_writer: RecordWriter,
         match_pools: MatchPools,
         placement: Placement,
+        epoch: int,
         by_priority: bool,
         max_waiting_requests: int,
         max_waiting_tokens: int,
@@ -58,6 +50,7 @@ class Engine:
         # Set when a lane is added or removed; the listener clears it.
         self.lanes_changed = asyncio.Event()
         self.live: dict[RequestKey, Group] = {}
+        self.sequence_ids = SequenceIds(epoch)
         self.shares = FairShares()
         self.quotas = Quotas()
         self.waiting = WaitingQueue(self.shares)
@@ -75,6 +68,11 @@ class Engine:
         self.dispatcher = Dispatcher(
             self.waiting, self.lanes, self._prepare, self.charge_output, match_pools, placement
         )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of live requests: those in the queue and on lanes."""
+        return len(self.waiting) + sum(lane.num_sequences for lane in self.lanes.values())
 
     # Requests
 
@@ -134,17 +132,21 @@ class Engine:
         """Queue a request that another shard has accepted."""
         group.queue_timer = self.stats.queue_times.start(group.key.principal)
         request_phases.begin_queue(group, self._spans)
-        self.restore(group)
+        self._queue(group)
 
     def restore(self, group: Group) -> None:
+        """Queue a request of an earlier term."""
+        # That term has charged it.
+        group.prompt_charge = 0.0
+        self._queue(group)
+
+    def _queue(self, group: Group) -> None:
         """Queue a request with the tokens that it already has."""
         group.order = (group.record.priority if self._by_priority else 0, next(self._order))
         group.num_live = len(group.outputs)
         self.live[group.key] = group
         request_phases.continue_trace(group, self._spans)
         self.quotas.started(group)
-        # An earlier term has charged it.
-        group.prompt_charge = 0.0
         for sequence in group.sequences:
             sequence.num_counted_tokens = sequence.num_served_tokens
         self.arrivals.queued()

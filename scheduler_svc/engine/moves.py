@@ -56,14 +56,12 @@ class Moves:
         record_writer: RecordWriter,
         claims: Claims,
         is_leading: Callable[[], bool],
-        next_sequence_id: Callable[[int], int],
         on_given: Callable[[Group, int], None],
         on_taken: Callable[[Group], None],
     ) -> None:
         """`stores`: those of all shards that this process has begun with. `is_leading`: whether the
-        lease has certainly not expired. `next_sequence_id` returns the first of so many ids.
-        `on_given` is called with a request that another shard has, and its number; `on_taken` with
-        one that another shard has given."""
+        lease has certainly not expired. `on_given` is called with a request that another shard has,
+        and its number; `on_taken` with one that another shard has given."""
         self._shard = shard
         self._membership = membership
         self._engine = engine
@@ -72,7 +70,6 @@ class Moves:
         self._record_writer = record_writer
         self._claims = claims
         self._is_leading = is_leading
-        self._next_sequence_id = next_sequence_id
         self._on_given = on_given
         self._on_taken = on_taken
         # Requests that have left the engine and are not another shard's yet. They can be cancelled.
@@ -252,7 +249,8 @@ class Moves:
         await self._record_writer.sync({key})
         # The same ones if Redis is unavailable in between: by them it recognises its own record.
         if key not in self._first_ids:
-            self._first_ids[key] = self._next_sequence_id(moved.request.record.num_choices)
+            num_choices = moved.request.record.num_choices
+            self._first_ids[key] = self._engine.sequence_ids.take(num_choices)
         record = replace(moved.request.record, sequence_id=self._first_ids[key])
         # As one that was accepted before: it is not started again if it was cancelled.
         [outcome] = await self._store.record([record], [True])

@@ -1,6 +1,5 @@
 """Attaches gateway streams to requests; the newest attachment of a request receives its output."""
 
-from collections.abc import Awaitable, Callable
 from itertools import count
 
 from grpc import StatusCode
@@ -10,6 +9,7 @@ from quire.service.errors import RequestError, failed, unavailable
 from scheduler_svc.core.request import DEFERRED_TOKENS, End, EndReason
 from scheduler_svc.core.sequence import Generation, Group
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_conversion import error_of, from_record
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.gateway.connection import GatewayConnection
@@ -40,23 +40,23 @@ _TAKEN_OVER = failed(
 AttachRequest = scheduler_pb2.Submission | scheduler_pb2.Attachment
 
 
-async def nothing_moved() -> None:
-    """Take nothing: there is no other shard."""
-
-
 class Attachments:
     """Attaches streams to running requests, and replays ended ones from their records."""
 
     def __init__(
-        self, engine: Engine, store: Store, record_writer: RecordWriter, orphans: Orphans
+        self,
+        engine: Engine,
+        store: Store,
+        record_writer: RecordWriter,
+        orphans: Orphans,
+        moves: Moves,
     ) -> None:
         self._engine = engine
         self._store = store
         self._record_writer = record_writer
         self._orphans = orphans
+        self._moves = moves
         self._numbers = count(1)
-        # Takes the requests that other shards have given.
-        self.take_moved: Callable[[], Awaitable[None]] = nothing_moved
 
     def attach(self, group: Group, connection: GatewayConnection, request: AttachRequest) -> None:
         """Move a request's stream to this attachment, and fail the previous one with TAKEN_OVER. A
@@ -97,7 +97,7 @@ class Attachments:
             await self._record_writer.sync({key})
             stored = None if key in self._engine.live else await self._store.load(key)
             if stored is None and key not in self._engine.live:
-                await self.take_moved()
+                await self._moves.take()
         except StoreError:
             connection.reject(request.attachment, NO_REDIS)
             return
@@ -140,9 +140,9 @@ class Attachments:
         return True
 
     def finish(self, group: Group, finish: scheduler_pb2.Finish) -> None:
-        """End a choice at the stop string that the gateway has found in its text."""
+        """End a choice where the gateway has found the end in its text."""
         if group.beams is None and finish.choice < len(group.sequences):
-            group.sequences[finish.choice].end_at_stop_string(finish.num_tokens)
+            group.sequences[finish.choice].end_in_text(finish.num_tokens)
             self._engine.finish_ended(group)
 
     def detach(self, group: Group, connection: GatewayConnection, client_gone: bool) -> None:
@@ -173,7 +173,7 @@ def _replay_ended(
         return
     group = from_record(stored, {})
     for sequence in group.outputs:
-        # Without an end of its own it was ended by its gateway, for a stop string.
+        # Without an end of its own it was ended by its gateway.
         sequence.end = sequence.end or End(EndReason.STOP_STRING, sequence.num_output_tokens)
         sequence.is_finished = True
     connection.replay(group, request.attachment, request.next_indices)

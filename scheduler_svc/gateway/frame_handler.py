@@ -1,7 +1,7 @@
 """Dispatches gateway frames to the engine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Coroutine
 from contextlib import suppress
 
 from grpc import StatusCode
@@ -12,8 +12,10 @@ from quire.service.protocol_version import PROTOCOL_VERSION
 from scheduler_svc.core.sequence import Group, NullSubscriber
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_writer import RecordWriter
-from scheduler_svc.gateway.attachments import Attachments, nothing_moved
+from scheduler_svc.engine.tenant_exchange import TenantExchange
+from scheduler_svc.gateway.attachments import Attachments
 from scheduler_svc.gateway.connection import GatewayConnection, leadership_ended
 from scheduler_svc.gateway.orphans import Orphans
 from scheduler_svc.gateway.submissions import Submissions, other_shard
@@ -35,15 +37,18 @@ class FrameHandler:
         lease: Lease,
         orphan_grace_s: float,
         claims: Claims,
+        moves: Moves,
+        tenants: TenantExchange,
     ) -> None:
         self._engine = engine
         self._store = store
         self._lease = lease
         self._orphans = Orphans(orphan_grace_s, self._cancel, lambda: store.retry.unavailable_s)
-        self._attachments = Attachments(engine, store, record_writer, self._orphans)
-        self._submissions = Submissions(engine, store, record_writer, self._attachments, claims)
-        self._take_moved: Callable[[], Awaitable[None]] = nothing_moved
-        self._giving: Mapping[RequestKey, Group] = {}
+        self._moves = moves
+        self._attachments = Attachments(engine, store, record_writer, self._orphans, moves)
+        self._submissions = Submissions(
+            engine, store, record_writer, self._attachments, claims, moves, tenants
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections: set[GatewayConnection] = set()
         self._is_closed = False
@@ -106,25 +111,9 @@ class FrameHandler:
         group.subscriber.failed(group, other_shard(shard))
         group.subscriber = NullSubscriber()
 
-    def set_moves(
-        self, take_moved: Callable[[], Awaitable[None]], giving: Mapping[RequestKey, Group]
-    ) -> None:
-        """`take_moved` is called before a request counts as unknown: another shard may have just
-        given it. `giving`: those that are just being given to others."""
-        self._take_moved = self._attachments.take_moved = take_moved
-        self._giving = giving
-
-    def set_ask_for_room(self, ask_for_room: Callable[[float], Awaitable[bool]]) -> None:
-        """Call this for requests beyond this shard's share of a tenant's limit."""
-        self._submissions.ask_for_room = ask_for_room
-
     def take(self, group: Group) -> None:
         """Wait for the gateway of a request that another shard has given."""
         self._orphans.add(group, client_gone=False)
-
-    def next_sequence_id(self, count: int) -> int:
-        """The first of so many new sequence ids."""
-        return self._submissions.next_sequence_id(count)
 
     def close(self, successor: str = "") -> None:
         """End every stream after the output so far. Gateways then connect to the next leader, at
@@ -191,7 +180,8 @@ class FrameHandler:
         async def is_known() -> bool:
             if key in self._engine.live or await self._store.exists(key):
                 return True
-            await self._take_moved()
+            # Another shard may have just given it.
+            await self._moves.take()
             return key in self._engine.live
 
         connection.send_lookup_result(lookup.tag, await self._store.retry(is_known))
@@ -202,7 +192,7 @@ class FrameHandler:
         found = self._cancel_known(cancellation, connection)
         if found is None:
             # Another shard may have just given it.
-            await self._store.retry(self._take_moved)
+            await self._store.retry(self._moves.take)
             found = self._cancel_known(cancellation, connection)
         connection.send_cancellation_result(cancellation.tag, bool(found))
 
@@ -227,7 +217,7 @@ class FrameHandler:
         if cancellation.WhichOneof("target") == "attachment":
             return connection.attached.get(cancellation.attachment)
         key = _key_of(cancellation)
-        return self._engine.live.get(key) or self._giving.get(key)
+        return self._engine.live.get(key) or self._moves.giving.get(key)
 
     def _cancel(self, group: Group | None) -> bool:
         if group is None or group.error is not None:

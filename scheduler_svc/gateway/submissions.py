@@ -2,8 +2,7 @@
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import structlog
@@ -14,8 +13,10 @@ from quire.service.errors import RequestError, failed
 from scheduler_svc.core.limits import COUNTS, Excess, Reservation
 from scheduler_svc.engine.claims import Claims
 from scheduler_svc.engine.engine import Engine
+from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_conversion import group_of
 from scheduler_svc.engine.record_writer import RecordWriter
+from scheduler_svc.engine.tenant_exchange import TenantExchange
 from scheduler_svc.gateway.attachments import NO_REDIS, Attachments, id_taken, key_of
 from scheduler_svc.gateway.connection import GatewayConnection
 from scheduler_svc.gateway.pending import PendingRequests
@@ -51,6 +52,8 @@ class Submissions:
         record_writer: RecordWriter,
         attachments: Attachments,
         claims: Claims,
+        moves: Moves,
+        tenants: TenantExchange,
     ) -> None:
         self._claims = claims
         self._engine = engine
@@ -58,13 +61,11 @@ class Submissions:
         self._record_writer = record_writer
         self._attachments = attachments
         self.pending = PendingRequests(engine)
-        # Asks for more of the limits of tenants; False if that was not possible.
-        self.ask_for_room: Callable[[float], Awaitable[bool]] = _nothing_more
+        self._moves = moves
+        self._tenants = tenants
         self._tasks: set[asyncio.Task[None]] = set()
         # Recordings that no frame waits for any more.
         self._num_slow = 0
-        # Unique across terms: an epoch is at least the clock in ms, so 4 million ids fit per ms.
-        self._sequence_ids = itertools.count(store.leadership.epoch << 22)
 
     def close(self) -> None:
         """Cancel the submissions in progress."""
@@ -76,7 +77,7 @@ class Submissions:
         if any(submission.again for submission in submissions):
             # With their output, which would be computed again otherwise.
             with contextlib.suppress(StoreUnavailable):
-                await self._attachments.take_moved()
+                await self._moves.take()
         if waiting := await self._submit(submissions, connection, attempt=0):
             for submission in waiting:
                 connection.begin_wait(submission.attachment)
@@ -178,7 +179,7 @@ class Submissions:
         """Submit requests again after the shares of their limits were exchanged."""
         for attempt, within_s in enumerate(_WAITS_FOR_ROOM_S, 1):
             with self._engine.quotas.wanting([reservation_of(one) for one in waiting]):
-                has_asked = await self.ask_for_room(within_s)
+                has_asked = await self._tenants.ask(within_s)
             # Those whose clients have disconnected meanwhile are dropped.
             wanted = [
                 one
@@ -238,14 +239,7 @@ class Submissions:
                 self._refuse(submission, error, connection)
 
     def _record_of(self, submission: _Submission) -> RequestRecord:
-        return record_of(submission, self.next_sequence_id(num_choices(submission)))
-
-    def next_sequence_id(self, count: int) -> int:
-        """The first of so many new sequence ids."""
-        first = next(self._sequence_ids)
-        for _ in range(count - 1):
-            next(self._sequence_ids)
-        return first
+        return record_of(submission, self._engine.sequence_ids.take(num_choices(submission)))
 
     async def _record(self, new: list["_NewRequest"], connection: GatewayConnection) -> None:
         with self._engine.arrivals.pending(len(new)), self._claims.recording():
@@ -336,8 +330,3 @@ def other_shard(shard: int) -> RequestError:
         f"shard {shard} has the request",
         metadata={"shard": str(shard)},
     )
-
-
-async def _nothing_more(within_s: float) -> bool:
-    """A single shard has all."""
-    return True

@@ -11,6 +11,7 @@ One step, made by `loop`:
     pool_client         commits the step to Redis; the reply has the blocks
     delivery            sends the journaled tokens to the gateways' streams
     plan                builds the message for the worker
+    step_sender         counts the step, and sends the plan
     in_flight           keeps the plan until its result is there
-    worker_stream       sends the plan, and receives the result
+    worker_stream       the stream to the worker, with the results
 """

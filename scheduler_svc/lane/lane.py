@@ -58,8 +58,9 @@ class Lane:
         return self.table.num_swapped
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._loop.in_flight)
+    def num_sequences(self) -> int:
+        """Sequences that are assigned, have a row, or are swapped."""
+        return len(self.rows) + len(self.assigned) + self.num_swapped
 
     @property
     def is_empty(self) -> bool:

@@ -3,16 +3,17 @@
 import asyncio
 import time
 
+from quire.internal.v1 import worker_pb2
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Limits
 from scheduler_svc.lane.assignments import Assignments
 from scheduler_svc.lane.batch_window import BatchWindow
 from scheduler_svc.lane.delivery import deliver
-from scheduler_svc.lane.in_flight import InFlightStep, InFlightSteps, ScheduledRows
+from scheduler_svc.lane.in_flight import InFlightSteps
 from scheduler_svc.lane.journal_compaction import JournalCompaction
 from scheduler_svc.lane.multi_step import MultiStep
 from scheduler_svc.lane.options import LaneHooks, LaneOptions
-from scheduler_svc.lane.plan import PlanContents, build_plan
+from scheduler_svc.lane.plan import build_plan
 from scheduler_svc.lane.pool_client import PoolClient
 from scheduler_svc.lane.prompt_share import PromptShare
 from scheduler_svc.lane.quarantine import Quarantine
@@ -21,6 +22,7 @@ from scheduler_svc.lane.sequence_table import SequenceTable
 from scheduler_svc.lane.stall_watch import StallWatch
 from scheduler_svc.lane.steady.decoding import LaneParts, SteadyDecoding
 from scheduler_svc.lane.steady.entry import SteadyEntry
+from scheduler_svc.lane.step_sender import StepSender
 from scheduler_svc.lane.steps.step import Step
 from scheduler_svc.lane.steps.step_builder import StepBuilder
 from scheduler_svc.lane.worker_stream import LaneTaken, WorkerInfo, WorkerStream
@@ -66,6 +68,7 @@ class LaneLoop:
             worker.incarnation, table, self.quarantine, self.batch_window, self._multi_step,
             self._prompt_share, pool.stats, hooks.step_completed,
         )  # fmt: skip
+        self._sender = StepSender(epoch, stream, self.in_flight, self.batch_window, pool.stats)
         # Sequences with tokens that are not committed yet, and those whose rows failed.
         self._uncommitted: dict[Sequence, None] = {}
         self._failed: list[Sequence] = []
@@ -76,7 +79,7 @@ class LaneLoop:
         self._wake = asyncio.Event()
         self._stall_watch = StallWatch(table, self.wake)
         parts = LaneParts(
-            epoch, stream, pool, table.rows, self.in_flight, hooks, self._results,
+            epoch, stream, pool, table.rows, self.in_flight, self._sender, hooks, self._results,
             is_interrupted=self._wake.is_set, interrupt=self.wake, stepped=self._stepped,
             are_rounds_possible=lambda: self._multi_step.is_possible() and not hooks.has_waiting(),
         )  # fmt: skip
@@ -223,12 +226,21 @@ class LaneLoop:
         redis_s = stats.redis_s - waited_s
         scheduling_s = time.perf_counter() - started - redis_s
         contents = step.builder.plan
-        stats.num_steps += 1
-        stats.num_scheduled_tokens += contents.num_tokens
-        stats.num_prefill_tokens += contents.num_prefill_tokens
-        stats.scheduling_s += scheduling_s
         if not contents.is_empty:
-            await self._send(contents, scheduled, scheduling_s, redis_s)
+            # First: the worker's time for the step begins when it is counted.
+            await self._hooks.wait_for_lease()
+        in_flight = self._sender.count(
+            self._pool.last_step,
+            scheduled,
+            contents.num_tokens,
+            contents.num_prefill_tokens,
+            max(contents.num_rounds, default=1),
+            scheduling_s,
+            redis_s,
+        )
+        if not contents.is_empty:
+            plan = build_plan(self._epoch, in_flight.step, contents)
+            self._sender.send(in_flight, worker_pb2.ExecuteRequest(plan=plan))
         if step.frees_capacity:
             self._hooks.capacity_freed()
         self.compaction.start_if_due(self._pool.last_step, self._table.all_admitted())
@@ -296,26 +308,6 @@ class LaneLoop:
             assigned, self._table.assigned = self._table.assigned, []
             self.compaction.uncompacted += builder.requeued
             self._hooks.requeue([*builder.requeued, *assigned])
-
-    async def _send(
-        self, contents: PlanContents, scheduled: ScheduledRows, scheduling_s: float, redis_s: float
-    ) -> None:
-        step = InFlightStep(
-            epoch=self._epoch,
-            step=self._pool.last_step,
-            scheduled=scheduled,
-            num_tokens=contents.num_tokens,
-            num_prefill_tokens=contents.num_prefill_tokens,
-            num_rounds=max(contents.num_rounds, default=1),
-            sent_at=time.perf_counter(),
-            scheduling_s=scheduling_s,
-            redis_s=redis_s,
-        )
-        await self._hooks.wait_for_lease()
-        self.in_flight.add(step)
-        if scheduled.sequences:
-            self.batch_window.sent(step.step)
-        await self._stream.send(build_plan(self._epoch, step.step, contents))
 
     async def _journal_rest(self) -> None:
         """Journal and deliver tokens that no step has committed."""

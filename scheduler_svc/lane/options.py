@@ -1,11 +1,11 @@
 """A lane's settings, and its callbacks into the engine."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.stats import StepTiming
-from scheduler_svc.core.view import Limits
+from scheduler_svc.core.view import Limits, Policy, PreemptionMode
 from scheduler_svc.lane.worker_stream import WorkerInfo
 
 
@@ -13,10 +13,18 @@ from scheduler_svc.lane.worker_stream import WorkerInfo
 class LaneOptions:
     """The same for every lane."""
 
-    # Upper bounds from the settings; block size and watermark depend on the worker.
-    limits: Limits
+    # Upper bounds: a worker may allow less.
+    max_num_batched_tokens: int
+    max_num_seqs: int
     # Share of a pool's blocks that new requests must leave free.
-    watermark: float
+    watermark_share: float
+    # As in `Limits`.
+    policy: Policy
+    preemption_mode: PreemptionMode
+    max_num_partial_prefills: int | None
+    max_long_partial_prefills: int | None
+    long_prefill_token_threshold: int
+    num_lookahead_slots: int
     # Maximum number of plans in flight; a worker with more stages has one in each.
     pipeline_depth: int
     enable_prefix_caching: bool
@@ -29,13 +37,18 @@ class LaneOptions:
     step_timeout_s: float
 
     def limits_for(self, worker: WorkerInfo) -> Limits:
-        most = self.limits
-        return replace(
-            most,
+        """The limits of a worker's lane."""
+        return Limits(
             block_size=worker.block_size,
-            max_num_batched_tokens=min(most.max_num_batched_tokens, worker.max_num_batched_tokens),
-            max_num_seqs=min(most.max_num_seqs, worker.max_num_seqs),
-            watermark=int(self.watermark * worker.num_blocks),
+            max_num_batched_tokens=min(self.max_num_batched_tokens, worker.max_num_batched_tokens),
+            max_num_seqs=min(self.max_num_seqs, worker.max_num_seqs),
+            watermark=int(self.watermark_share * worker.num_blocks),
+            policy=self.policy,
+            preemption_mode=self.preemption_mode,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            max_long_partial_prefills=self.max_long_partial_prefills,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            num_lookahead_slots=self.num_lookahead_slots,
             max_model_len=worker.max_model_len,
         )
 

@@ -171,11 +171,7 @@ class WorkerStream:
         """Take the oldest result."""
         self._results.popleft()
 
-    async def send(self, plan: worker_pb2.BatchPlan) -> None:
-        """Send a plan. LaneLost if the stream has ended."""
-        self.send_request(worker_pb2.ExecuteRequest(plan=plan))
-
-    def send_request(self, request: worker_pb2.ExecuteRequest) -> None:
+    def send(self, request: worker_pb2.ExecuteRequest) -> None:
         """Send a request with a plan, at once. LaneLost if the stream has ended."""
         assert self._call is not None
         try:

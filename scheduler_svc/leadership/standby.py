@@ -69,11 +69,6 @@ class Standby:
         # Set when another one has, or the lease has to be read, or may be acquired now.
         self._is_due = asyncio.Event()
 
-    @property
-    def watches_leader(self) -> bool:
-        """Whether the end of the leader's process would be noticed before its lease expires."""
-        return self._watch.is_watching
-
     async def acquire(self) -> Leadership:
         """Wait until the lease is acquired."""
         self._free_since = None

@@ -1,7 +1,6 @@
 """The scheduler's Prometheus collector: reads the engine's and lanes' counts at each scrape."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
@@ -14,7 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from scheduler_svc.core.histogram import Histogram
+from quire.service.metrics.exposition import exposed_buckets
+from quire.service.metrics.histogram import Histogram
 from scheduler_svc.core.stats import EngineStats, LaneStats
 from scheduler_svc.engine.engine import Engine
 from scheduler_svc.lane.lane import Lane
@@ -141,13 +141,7 @@ _LEVELS: Final[tuple[tuple[str, str, Callable[[Engine], float]], ...]] = (
     (
         "quire:num_requests_live",
         "Sequences of live requests.",
-        lambda engine: (
-            len(engine.waiting)
-            + sum(
-                len(lane.rows) + len(lane.assigned) + lane.num_swapped
-                for lane in engine.lanes.values()
-            )
-        ),
+        lambda engine: engine.num_sequences,
     ),
     (
         "quire:num_queued_tokens",
@@ -257,7 +251,7 @@ class EngineCollector(Collector):
             family = HistogramMetricFamily(name, meaning, labels=["worker"])
             for incarnation, histograms in steps.items():
                 histogram = histogram_of(histograms)
-                family.add_metric([_hex(incarnation)], _buckets(histogram), histogram.sum)
+                family.add_metric([_hex(incarnation)], exposed_buckets(histogram), histogram.sum)
             yield family
 
 
@@ -279,12 +273,13 @@ def _of_engines(engines: Mapping[str, Engine]) -> Iterator[Metric]:
     )
     ended = CounterMetricFamily(
         "quire:sequences_ended",
-        "Ended choices by end reason, failed requests by gRPC status code in lower case.",
+        "Ended choices by end reason, where stop_string includes complete calls of a tool; failed "
+        "requests by gRPC status code in lower case.",
         labels=["reason", "shard"],
     )
     for shard, engine in engines.items():
         for tenant_class, histogram in engine.stats.queue_times.by_class.items():
-            waited.add_metric([tenant_class, shard], _buckets(histogram), histogram.sum)
+            waited.add_metric([tenant_class, shard], exposed_buckets(histogram), histogram.sum)
         for reason, count in engine.stats.ended.items():
             ended.add_metric([reason, shard], count)
     yield waited
@@ -329,11 +324,3 @@ def _worker(lane: Lane) -> str:
 def _hex(incarnation: int) -> str:
     """Format as in Redis keys and logs."""
     return f"{incarnation:016x}"
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    return [(_bound(bound), count) for bound, count in histogram.buckets()]
-
-
-def _bound(bound: float) -> str:
-    return "+Inf" if math.isinf(bound) else str(bound)

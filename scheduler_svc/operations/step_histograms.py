@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from scheduler_svc.core.histogram import Histogram
+from quire.service.metrics.histogram import Histogram
 from scheduler_svc.core.stats import StepTiming
 
 SECONDS = (

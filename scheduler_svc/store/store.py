@@ -27,7 +27,6 @@ from scheduler_svc.store.retry import RedisRetry
 from scheduler_svc.store.scripts import Script
 from scheduler_svc.store.types import PrefixMatch
 
-FINISHED_MAX_BYTES = 256 << 20
 _TIMEOUT_S = 5.0
 # Renewals have their own connection: behind a slow call they would be late.
 _LEASE_TIMEOUT_S = 1.0
@@ -65,11 +64,6 @@ class Store:
     def leadership(self) -> Leadership:
         """As `LeaseStore.held`."""
         return self.lease.held
-
-    @property
-    def num_calls(self) -> int:
-        """Number of Redis calls so far."""
-        return self._connection.num_calls
 
     @classmethod
     def at(
@@ -214,12 +208,7 @@ class Store:
         ]
         await self._run(scripts.APPEND_OUTPUT, [r.key for r in ranges], *packed)
 
-    async def finish(
-        self,
-        endings: Sequence[Ending],
-        ttl_s: int = 600,
-        finished_max_bytes: int = FINISHED_MAX_BYTES,
-    ) -> None:
+    async def finish(self, endings: Sequence[Ending], ttl_s: int, finished_max_bytes: int) -> None:
         """End live records, which expire after `ttl_s` seconds. A record's first ending is kept.
 
         If all ended records take more than `finished_max_bytes`, the oldest are deleted early.

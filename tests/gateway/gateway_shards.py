@@ -60,13 +60,12 @@ class Cluster:
         """Wait until a gateway is connected to all leaders and knows their loads."""
         requests = stack.gateway.scheduler.requests
         with_workers = [number for number in self.num_workers[: self.num_shards] if number]
-        await until(
-            lambda: (
-                (requests.num_shards, requests.num_usable_shards)
-                == (self.num_shards, len(with_workers))
-            ),
-            "the shards",
-        )
+
+        def are_known() -> bool:
+            num_usable = sum(load.is_usable for load in requests._loads.all())
+            return (requests.num_shards, num_usable) == (self.num_shards, len(with_workers))
+
+        await until(are_known, "the shards")
 
     async def next_submission(self) -> tuple[FakeScheduler, pb.Submission]:
         """The next submission to any shard, and the shard."""

@@ -8,6 +8,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.server import Gateway
 from quire.v1 import (
     beam_search_pb2_grpc,
@@ -52,6 +53,11 @@ class Stack:
 
     def is_idle(self) -> bool:
         return self.gateway.scheduler.requests.is_idle and not self.gateway.calls.num_live
+
+
+def shard_requests() -> Multiplexer:
+    """The requests of one shard, without a router: streams keep their failures."""
+    return Multiplexer(10, 30, lambda: None, lambda stream, error: error)
 
 
 def info_of(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:

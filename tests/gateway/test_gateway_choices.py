@@ -3,9 +3,8 @@
 import grpc
 import pytest
 from gateway_fake_scheduler import Delta, choice_end, deltas
-from gateway_stack import Stack
+from gateway_stack import Stack, shard_requests
 
-from gateway_svc.scheduler.multiplexer import Multiplexer
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError
 from quire.v1 import inference_pb2 as pb
@@ -220,7 +219,7 @@ async def test_a_client_that_disconnects_between_the_ends_of_choices_cancels(sta
 
 async def test_the_bound_of_queued_tokens_covers_all_choices() -> None:
     """A stream that exceeds it fails and detaches, although one choice ended meanwhile."""
-    requests = Multiplexer(10, wait_s=30)
+    requests = shard_requests()
     requests.on_connected()
     submission = scheduler_pb2.Submission()
     state = gateway_pb2.ResumeState(num_choices=2)
@@ -250,7 +249,7 @@ async def test_the_bound_of_queued_tokens_covers_all_choices() -> None:
 
 
 async def test_replayed_tokens_do_not_count_towards_the_bound() -> None:
-    requests = Multiplexer(10, wait_s=30)
+    requests = shard_requests()
     requests.on_connected()
     submission = scheduler_pb2.Submission()
     state = gateway_pb2.ResumeState(num_choices=2)

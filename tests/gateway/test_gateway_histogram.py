@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as Theirs
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
-from gateway_svc.metrics.histogram import Histogram
+from gateway_svc.metrics.histogram import LabelledHistogram
 
 BOUNDS = (0.001, 0.0025, 0.5, 1.0, 40.0)
 
@@ -42,7 +42,7 @@ def test_exposition_equals_that_of_prometheus_client(
     observed: list[tuple[str, float, int]],
 ) -> None:
     our_registry, their_registry = CollectorRegistry(), CollectorRegistry()
-    ours = Histogram("quire:seconds", "Time.", "kind", BOUNDS, our_registry)
+    ours = LabelledHistogram("quire:seconds", "Time.", "kind", BOUNDS, our_registry)
     theirs = Theirs("quire:seconds", "Time.", ["kind"], buckets=BOUNDS, registry=their_registry)
     ours.labels("none")
     theirs.labels("none")

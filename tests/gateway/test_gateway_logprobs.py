@@ -7,11 +7,10 @@ import grpc
 import numpy as np
 import pytest
 from gateway_fake_scheduler import Delta, Entry, choice_end, deltas
-from gateway_stack import Stack, info_of
+from gateway_stack import Stack, info_of, shard_requests
 from gateway_tokenizers import EOS, byte_fallback, byte_level, metaspace, word_piece
 from tokenizers import Tokenizer
 
-from gateway_svc.scheduler.multiplexer import Multiplexer
 from gateway_svc.text.detokenizer import TokenTexts, Vocabulary
 from quire.internal.v1 import gateway_pb2, scheduler_pb2
 from quire.service.errors import RequestError
@@ -276,7 +275,7 @@ async def test_repeated_tokens_are_dropped_with_their_logprobs(stack: Stack) -> 
 
 
 async def test_logprobs_do_not_count_towards_the_bound() -> None:
-    requests = Multiplexer(10, wait_s=30)
+    requests = shard_requests()
     requests.on_connected()
     submission = scheduler_pb2.Submission()
     state = gateway_pb2.ResumeState(num_choices=1)

@@ -123,7 +123,7 @@ async def _running(
         stack = Stack(redis_url, sockets, {"workers": worker.address, **settings})
         stack.start_scheduler()
         try:
-            await until(lambda: stack.scheduler.leading and stack.engine.lanes, "the worker's lane")
+            await until(lambda: stack.member.is_leading and stack.engine.lanes, "the worker's lane")
             gateway = _ModelGateway(stack.channel)
             stack.gateways.append(gateway)
             await gateway.start()

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import redis
 from beam_requests import ReceivedSearch, submit_search
 from checking_worker import Broken, CheckingWorker, token_at
-from scheduler_stack import CANCELLED, INTERNAL, Gateway, Received, ReceivedChoice, Stack, info_of
+from scheduler_stack import (
+    CANCELLED,
+    INTERNAL,
+    Gateway,
+    Received,
+    ReceivedChoice,
+    Stack,
+    info_of,
+    num_in_flight,
+)
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2, worker_pb2
@@ -378,7 +387,7 @@ class Load:
             f"assigned {[one.sequence_id for one in lane.assigned]}, "
             f"awaiting results {[one.sequence_id for one in lane.table.awaiting_results]}, "
             f"forking {[(g.attachment, g.pinned_blocks) for g in lane.table.forking_groups]}, "
-            f"{lane.num_swapped} swapped, {lane.num_in_flight} in flight"
+            f"{lane.num_swapped} swapped, {num_in_flight(lane)} in flight"
             for lane in self.engine.lanes.values()
         ]
         waiting = [sequence.sequence_id for sequence in self.engine.waiting]

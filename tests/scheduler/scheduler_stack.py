@@ -370,6 +370,11 @@ def _without_ends(submission: scheduler_pb2.Submission, received: Received) -> R
     )
 
 
+def num_in_flight(lane: Lane) -> int:
+    """Plans that were sent to its worker and have no result yet."""
+    return len(lane._loop.in_flight)
+
+
 @dataclass
 class Member:
     """One running scheduler."""
@@ -398,16 +403,21 @@ class Member:
         return None if shard is None else shard.standby
 
     @property
+    def is_leading(self) -> bool:
+        """Whether it leads a shard."""
+        return any(shard.term is not None for shard in self.scheduler.shards.values())
+
+    @property
     def is_standby(self) -> bool:
         """Whether it has reached Redis and does not lead."""
         standby = self._standby
-        return standby is not None and standby.redis_error is None and not self.scheduler.leading
+        return standby is not None and standby.redis_error is None and not self.is_leading
 
     @property
     def watches_leader(self) -> bool:
         """Whether it has seen the leader's process lead."""
         standby = self._standby
-        return standby is not None and standby.watches_leader
+        return standby is not None and standby._watch.is_watching
 
     async def kill(self) -> None:
         """Stop without a drain and without releasing the lease."""
@@ -500,7 +510,7 @@ class Stack:
 
     async def gateway(self) -> Gateway:
         """A gateway of the scheduler in use, once it leads."""
-        await until(lambda: self.scheduler.leading, "a leading scheduler")
+        await until(lambda: self.member.is_leading, "a leading scheduler")
         gateway = await self.connect()
         await until(lambda: gateway.hello is not None, "the scheduler's hello")
         return gateway

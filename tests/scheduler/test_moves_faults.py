@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
 from scheduler_svc.cluster.load import ShardLoad
+from scheduler_svc.core.request import SequenceIds
 from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.engine.moves import Moves
 from scheduler_svc.engine.record_conversion import from_record, group_of, to_record
@@ -28,6 +28,7 @@ class Engine:
         self.lanes: dict[int, object] = {1: object()}
         self.waiting = self
         self.output_model = b""
+        self.sequence_ids = SequenceIds(epoch=1)
 
     def first(self, count: int) -> list[Sequence]:
         waiting = [one for group in self.live.values() for one in group.sequences]
@@ -118,7 +119,6 @@ class Cluster:
         self.is_leading = True
         self.stores = [Redis() for _ in range(3)]
         self.known_stores = dict(enumerate(self.stores))
-        self.ids = itertools.count(100)
         self.given: list[str] = []
         self.taken: list[str] = []
         loads = [
@@ -135,7 +135,6 @@ class Cluster:
             Writer(),
             self.claims,
             lambda: self.is_leading,
-            lambda count: next(self.ids),
             lambda group, shard: self.given.append(group.key.request_id),
             lambda group: self.taken.append(group.key.request_id),
         )  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ async def test_an_ended_term_leaves_nothing_in_memory(redis_url, sockets):
                 client.flushall()
             await until(
                 lambda g=gateway, f=previous: (
-                    g.lost and stack.scheduler.leading and stack.engine is not f
+                    g.lost and stack.member.is_leading and stack.engine is not f
                 ),
                 "the next leadership",
             )

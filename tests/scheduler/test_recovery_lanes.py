@@ -1,11 +1,12 @@
 """Workers that die, hang, stop, drain or fail, and calls that overlap with it."""
 
 import asyncio
+from dataclasses import replace
 
 import checking_worker
 import pytest
 from checking_worker import Broken, CheckingWorker
-from scheduler_stack import INTERNAL, Stack, info_of, prompt, running_stack
+from scheduler_stack import INTERNAL, Stack, info_of, num_in_flight, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
@@ -68,7 +69,7 @@ async def test_a_stream_breaks_with_one_plan_executed_and_one_not(redis_url, soc
             await gateway.submit(prompt(9, seed), max_tokens=30, seed=seed)
         await until(lambda: all(len(h.token_ids) > 2 for h in gateway.received.values()), "tokens")
         worker.gate.clear()
-        await until(lambda: stack.only_lane.num_in_flight == 2, "two plans in flight")
+        await until(lambda: num_in_flight(stack.only_lane) == 2, "two plans in flight")
         lost_step = worker.runner.last_finished_step + 1 + num_received
         num_left = [num_received]
 
@@ -309,3 +310,31 @@ async def test_a_worker_with_heartbeats_that_does_not_finish_its_step_is_lost(re
         workers["a"].gate.set()
         await until(lambda: len(stack.engine.lanes) == 2, "its return")
         await all_are_whole(stack, *workers.values())
+
+
+async def test_a_plan_that_waits_for_the_lease_is_not_in_the_workers_time(redis_url, sockets):
+    """Redis may respond to a commit, and only later to the renewal of the lease."""
+    worker = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": worker}, step_timeout_s=0.5) as stack:
+        gateway = await stack.gateway()
+        await until(lambda: bool(stack.engine.lanes), "a lane")
+        lane = stack.only_lane
+        hooks, num_waits = lane._loop._hooks, 0
+
+        async def wait_long_once() -> None:
+            nonlocal num_waits
+            num_waits += 1
+            if num_waits == 1:
+                await asyncio.sleep(1)
+            await hooks.wait_for_lease()
+
+        lane._loop._hooks = replace(hooks, wait_for_lease=wait_long_once)
+        worker.gate.clear()
+        await gateway.submit(prompt(9, 0), max_tokens=10, seed=0)
+        await until(lambda: bool(lane._loop.in_flight), "a plan at the worker")
+        # The scheduler looks at the time of steps.
+        await asyncio.sleep(0.3)
+        worker.gate.set()
+        await gateway.wait_ended()
+        assert stack.only_lane is lane
+        await all_are_whole(stack, worker)

@@ -1,11 +1,21 @@
 """Leaders that die, hand over, or resume when another one leads."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from checking_worker import CheckingWorker
 from grpc import StatusCode
-from scheduler_stack import Gateway, Member, Received, Stack, info_of, prompt, running_stack
+from scheduler_stack import (
+    Gateway,
+    Member,
+    Received,
+    Stack,
+    info_of,
+    num_in_flight,
+    prompt,
+    running_stack,
+)
 from waiting import until
 
 from quire.internal.v1 import worker_pb2
@@ -166,7 +176,7 @@ async def test_a_new_leader_continues_everything_and_hits_the_caches(redis_url, 
         ]
         await until(lambda: all(min(h.next_indices) > 2 for h in original), "some tokens of all")
         worker.gate.clear()
-        await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
+        await until(lambda: num_in_flight(stack.only_lane) == 2, "plans in flight")
         num_plans = len(worker.plans)
         asyncio.get_running_loop().call_later(0.2, worker.gate.set)
         gateway = await succeeded(stack, is_killed)
@@ -333,7 +343,7 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_frame(
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
         old, original = await running(stack)
         worker.gate.clear()
-        await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
+        await until(lambda: num_in_flight(stack.only_lane) == 2, "plans in flight")
         previous = stack.member
         wakes_up = hold_periodic_writes(monkeypatch, previous)
         lease = previous.term.lease
@@ -367,20 +377,26 @@ async def test_a_leader_resumes_after_the_takeover_with_an_unsent_plan(
     lost: list[Exception] = []
     worker = CheckingWorker(1)
     async with running_stack(redis_url, sockets, {"a": worker}, lease_s=0.6) as stack:
-        old, original = await running(stack)
+        _, original = await running(stack)
         previous = stack.member
 
-        async def hold_old(stream: WorkerStream, plan: worker_pb2.BatchPlan) -> None:
-            if plan.epoch == old.epoch:
-                in_hand.set()
-                await sends.wait()
+        loop = stack.only_lane._loop
+        hooks = loop._hooks
+
+        async def hold_old() -> None:
+            await hooks.wait_for_lease()
+            in_hand.set()
+            await sends.wait()
+
+        def noted_send(stream: WorkerStream, request: worker_pb2.ExecuteRequest) -> None:
             try:
-                await send(stream, plan)
+                send(stream, request)
             except Exception as error:
                 lost.append(error)
                 raise
 
-        monkeypatch.setattr(WorkerStream, "send", hold_old)
+        monkeypatch.setattr(WorkerStream, "send", noted_send)
+        loop._hooks = replace(hooks, wait_for_lease=hold_old)
         await until(in_hand.is_set, "a plan in hand")
         num_old_plans = len(worker.plans)
         wakes_up = hold_periodic_writes(monkeypatch, previous)

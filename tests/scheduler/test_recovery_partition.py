@@ -68,7 +68,7 @@ async def test_a_leader_without_redis_gives_way_to_one_that_has_taken_its_worker
         relay.cut()
         await until(lambda: gateway.lost is not None, "the end of the gateway's stream", 10)
         assert info_of(gateway.lost).reason == "LEAD_ENDS"
-        assert not leader.scheduler.leading
+        assert not leader.is_leading
         again = await stack.gateway()
         [ended] = await again.wait_ended(await again.submit_again(received))
         assert ended.is_whole

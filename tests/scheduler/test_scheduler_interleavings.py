@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from checking_worker import CheckingWorker, token_at
 from grpc import StatusCode
-from scheduler_stack import running_stack
+from scheduler_stack import num_in_flight, running_stack
 from waiting import until
 
 from quire.service.errors import failed
@@ -109,13 +109,13 @@ async def failing_beside_a_group(
         await stack.start_worker("a", worker)
         await until(lambda: bool(worker.plans), "the plan with both")
         [lane] = stack.engine.lanes.values()
-        await until(lambda: lane.num_in_flight == depth, "as many plans as there may be")
+        await until(lambda: num_in_flight(lane) == depth, "as many plans as there may be")
         # One result, and the step that follows it.
         num_steps = lane.stats.num_steps
         worker.distort = lambda result: worker.gate.clear()
         worker.gate.set()
         await until(
-            lambda: lane.stats.num_steps > num_steps and lane.num_in_flight == depth,
+            lambda: lane.stats.num_steps > num_steps and num_in_flight(lane) == depth,
             "the next plan",
         )
         worker.distort = lambda result: None

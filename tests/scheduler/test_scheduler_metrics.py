@@ -10,13 +10,13 @@ from checking_worker import CheckingWorker
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from scheduler_stack import running_stack
+from scheduler_stack import num_in_flight, running_stack
 from scripted_engine import FREE, HELD, ScriptedEngine
 from waiting import until
 
 from quire.internal.v1.scheduler_pb2 import TenantPolicy
 from quire.service.lifecycle import Signals
-from quire.service.metrics import MetricsServer, start_metrics
+from quire.service.metrics.server import MetricsServer, start_metrics
 from scheduler_svc.core.limits import Reservation
 from scheduler_svc.core.stats import LaneStats, StepTiming
 from scheduler_svc.operations.collector import EngineCollector
@@ -274,7 +274,7 @@ async def test_a_scheduler_serves_what_its_lanes_have_counted(
             )
             await gateway.wait_ended()
         [lane] = stack.engine.lanes.values()
-        await until(lambda: lane.is_empty and not lane.num_in_flight, "the return of every plan")
+        await until(lambda: lane.is_empty and not num_in_flight(lane), "the return of every plan")
         server = stack.scheduler.metrics_server
         assert server is not None
         seen = await scrape(server.address)

@@ -6,7 +6,7 @@ import random
 import pytest
 from checking_worker import CheckingWorker, token_at
 from grpc import StatusCode
-from scheduler_stack import ALREADY_EXISTS, info_of, prompt, running_stack
+from scheduler_stack import ALREADY_EXISTS, info_of, num_in_flight, prompt, running_stack
 from waiting import until
 
 from quire.internal.v1 import scheduler_pb2
@@ -330,7 +330,7 @@ async def test_a_drain_delivers_what_is_in_flight_and_leaves_the_rest_to_the_nex
         received = gateway.received[running]
         await until(lambda: len(received.token_ids) > 3, "some tokens")
         worker.gate.clear()
-        await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
+        await until(lambda: num_in_flight(stack.only_lane) == 2, "plans in flight")
         num_plans, lane = len(worker.plans), stack.only_lane
         stack.signals.drain.set()
         await until(lambda: lane._loop._halting, "the drain")
@@ -359,7 +359,7 @@ async def test_a_scheduler_that_lost_leadership_stands_by_and_leads_again(redis_
         assert await other.lease.acquire("10.0.0.7:50052", lease_ms=1000)
         await until(lambda: gateway.lost is not None, "the end of the gateway's stream")
         assert info_of(gateway.lost).reason == "LEAD_ENDS"
-        assert not stack.scheduler.leading
+        assert not stack.member.is_leading
         assert not stack.serving.done()
         await other.lease.release()
         await other.close()

@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -281,11 +282,11 @@ async def test_a_map_is_refused_if_nothing_shows_the_shards(
     try:
         health = member.scheduler._health
         await until(lambda: ClusterKeys().map in health.failing.get("lead", ""), "the reason")
-        assert not member.scheduler.leading
+        assert not member.is_leading
         with pytest.raises(grpc.aio.AioRpcError, match="quire shards"):
             await cluster(member)
         redis_client.delete(ClusterKeys().map)
-        await until(lambda: member.scheduler.leading, "a leader")
+        await until(lambda: member.is_leading, "a leader")
     finally:
         await stack.stop()
 
@@ -511,7 +512,7 @@ async def test_questions_that_find_leadership_lost_leave_no_traceback(stack: Sta
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
     gateway = await stack.gateway()
     handler = stack.member.term.handler
-    handler.set_moves(lost, {})
+    handler._moves = SimpleNamespace(take=lost, giving={})
     key = scheduler_pb2.RequestKey(request_id="none")
     await gateway.send(
         lookups=[scheduler_pb2.Lookup(tag=1, request=key)],

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import structlog
 from checking_worker import CheckingWorker
-from scheduler_stack import check_outputs, prompt, running_stack
+from scheduler_stack import check_outputs, num_in_flight, prompt, running_stack
 from waiting import until
 
 from scheduler_svc.lane import stall_watch
@@ -77,7 +77,7 @@ async def test_steps_end_a_stall(redis_url, sockets):
             reply = await commit(pool, step)
             if len(requests) == 1 and not step.admissions:
                 await until(
-                    lambda: lane.num_in_flight == len(lane._loop._stream._results), "results"
+                    lambda: num_in_flight(lane) == len(lane._loop._stream._results), "results"
                 )
                 if lane.is_empty:
                     assigned.clear()

@@ -222,7 +222,7 @@ async def test_a_leader_is_lost_to_those_that_do_not_watch_it_yet(
     assert await other._store.acquire("unix:/leader", lease_ms=3000) is not None
     acquiring = asyncio.create_task(owner.acquire())
     await until(lambda: owner.leader_address == "unix:/leader", "an attempt")
-    assert not owner.watches_leader
+    assert not owner._watch.is_watching
     cluster.now_s = time.time()
     members[0].mark_ended("unix:/leader")
     async with asyncio.timeout(5):

@@ -6,7 +6,7 @@ import pytest
 import redis
 from checking_worker import CheckingWorker
 from grpc import StatusCode
-from scheduler_stack import Gateway, Stack, check_outputs, prompt, running_stack
+from scheduler_stack import Gateway, Stack, check_outputs, num_in_flight, prompt, running_stack
 from waiting import until
 
 from quire.service.errors import failed
@@ -68,7 +68,7 @@ async def decoding(stack: Stack, count: int = 3, **fields: object) -> Gateway:
 async def check_pool(stack: Stack) -> None:
     """Blocks are free, and counted as they are."""
     lane = stack.only_lane
-    await until(lambda: lane.is_empty and not lane.num_in_flight, "an idle lane")
+    await until(lambda: lane.is_empty and not num_in_flight(lane), "an idle lane")
     await lane.check_integrity()
 
 

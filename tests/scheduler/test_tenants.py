@@ -11,6 +11,7 @@ from scheduler_stack import (
     Received,
     Stack,
     info_of,
+    num_in_flight,
     prompt,
     running_stack,
 )
@@ -63,7 +64,7 @@ async def flooded(stack: Stack, worker: CheckingWorker, num_tokens: int) -> tupl
     await until(lambda: len(admitted_seeds(worker)) > 8, "a busy worker")
     worker.gate.clear()
     await until(lambda: worker.is_held_back, "a step that is held back")
-    await until(lambda: stack.only_lane.num_in_flight == 2, "plans in flight")
+    await until(lambda: num_in_flight(stack.only_lane) == 2, "plans in flight")
     return gateway, len(admitted_seeds(worker))
 
 

@@ -68,7 +68,7 @@ async def test_a_new_leader_knows_rates_shares_and_weights(redis_url, sockets, i
             stack.expire_lease(previous)
         else:
             await previous.drain()
-        await until(lambda: stack.scheduler.leading, "a leader")
+        await until(lambda: stack.member.is_leading, "a leader")
         shares = stack.engine.shares
         assert shares.last_served == "other"
         assert shares.of("other").weight == 4
@@ -83,7 +83,7 @@ async def test_a_leader_that_lost_redis_knows_its_tenants(redis_url, sockets):
         with redis.Redis.from_url(redis_url) as client:
             client.flushall()
             await until(
-                lambda: stack.scheduler.leading and stack.engine is not engine, "another term"
+                lambda: stack.member.is_leading and stack.engine is not engine, "another term"
             )
             await until(lambda: client.exists(KEYS.tenants), "the state, stored again")
         await until(lambda: bool(stack.engine.lanes), "a worker")

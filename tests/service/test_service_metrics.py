@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import TypeAdapter, ValidationError
 
-from quire.service.metrics import MetricsAddress, start_metrics
+from quire.service.metrics.server import MetricsAddress, start_metrics
 
 
 @pytest.fixture

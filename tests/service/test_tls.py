@@ -29,7 +29,7 @@ from quire.service.http2.connect import find_obstacle
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
-from quire.service.metrics import export_expiry
+from quire.service.metrics.server import export_expiry
 from quire.service.tls import TLS, ServerCertificates, ServerTLS, TLSError, open_aio_channel
 
 SERVICE = "example.v1.ExampleService"
@@ -374,7 +374,7 @@ from quire.service.health import Health
 from quire.service.http2.limits import Limits
 from quire.service.http2.server import Server
 from quire.service.lifecycle import start_server
-from quire.service.metrics import export_expiry
+from quire.service.metrics.server import export_expiry
 from quire.service.tls import ServerCertificates, ServerTLS
 
 async def main():

@@ -13,6 +13,7 @@ from redis.asyncio.cluster import NodesManager
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis_groups import Cluster, Sentinels, Server, running
+from store_endings import finish
 from waiting import until
 
 from quire.service.addresses import Lookups
@@ -163,7 +164,7 @@ async def use(store: Store, number: int) -> None:
     await retried(lambda: store.write_tenants(b"state"))
     assert (await retried(store.tenants))[0] == b"state"
     assert key in [stored.record.key for stored in await retried(store.load_live)]
-    await retried(lambda: store.finish([Ending(key, RequestState.FINISHED)]))
+    await retried(lambda: finish(store, [Ending(key, RequestState.FINISHED)]))
     stored = await retried(lambda: store.load(key))
     assert stored is not None
     assert list(stored.output_token_ids[0]) == [3, 4]
@@ -217,8 +218,8 @@ async def test_what_fails_while_a_slot_moves_has_changed_nothing(cluster: Cluste
     requests = [RequestRecord(RequestKey("", str(n)), b"", (1,), b"", n) for n in range(4)]
     expired, cancelled, running, moved = requests
     await store.record(requests, [False] * 4)
-    await store.finish([Ending(expired.key, RequestState.FINISHED)], ttl_s=1)
-    await store.finish([Ending(cancelled.key, RequestState.CANCELLED)])
+    await finish(store, [Ending(expired.key, RequestState.FINISHED)], ttl_s=1)
+    await finish(store, [Ending(cancelled.key, RequestState.CANCELLED)])
     pool = store.pool(1, 11)
     step = await pool.open(0) + 1
     admissions = (Admission(1, 0, (), 1, (b"x" * 32,)), Admission(2, 0, (), 1))
@@ -236,7 +237,7 @@ async def test_what_fails_while_a_slot_moves_has_changed_nothing(cluster: Cluste
     run_id = await store.lease.renew()
     again = replace(cancelled, sequence_id=9)
     calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: store.finish([Ending(running.key, RequestState.FINISHED)]),
+        lambda: finish(store, [Ending(running.key, RequestState.FINISHED)]),
         lambda: store.record([again], [False]),
         lambda: pool.commit(following),
         store.load_live,
@@ -254,7 +255,7 @@ async def test_what_fails_while_a_slot_moves_has_changed_nothing(cluster: Cluste
     assert await store.record([again], [False]) == [RecordOutcome.NEW]
     assert (await pool.commit(following)).num_free_blocks == 8
     await pool.audit()
-    await store.finish([Ending(running.key, RequestState.FINISHED)])
+    await finish(store, [Ending(running.key, RequestState.FINISHED)])
     assert [one.record for one in await store.load_live()] == [moved, again]
     await store.close()
 

@@ -385,13 +385,13 @@ async def test_several_pools_are_matched_in_one_call(
     queries = [chain(SHARED), (OTHER_HASH,)]
     zeros = [PrefixMatch(0, 0)] * 2
     redis_client.script_flush()
-    before = store.num_calls
+    before = store._connection.num_calls
     matches = await store.match_pools([empty, pool, plain], queries)
     assert matches == [zeros, [PrefixMatch(3, 0), PrefixMatch(0, 0)], zeros]
-    assert store.num_calls == before + 1
+    assert store._connection.num_calls == before + 1
     assert await store.match_pools([plain], queries) == [zeros]
     assert await store.match_pools([pool, empty], []) == [[], []]
-    assert store.num_calls == before + 1
+    assert store._connection.num_calls == before + 1
 
 
 async def test_an_earlier_leader_is_refused(store: Store, pool: Pool, successor: Store) -> None:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import redis
+from store_endings import finish
 
 from quire.launcher.redis import EmbeddedRedis
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch, WrongStep
@@ -80,10 +81,10 @@ async def test_records_are_written_compacted_and_ended_again_after_lost_replies(
     await store.append_output([output])
     ending = Ending(RECORD.key, RequestState.FINISHED, num_cached_tokens=16)
     with lost_replies():
-        await store.finish([ending])
+        await finish(store, [ending])
     with pytest.raises(RecordMismatch):
         await store.append_output([output])  # an ended record is refused
-    await store.finish([ending])
+    await finish(store, [ending])
     ended = StoredRequest(RECORD, RequestState.FINISHED, {0: (7, 8)}, num_cached_tokens=16)
     assert await store.load(RECORD.key) == ended
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import redis
+from store_endings import finish
 
 from quire.service.tracing.context import TraceContext
 from scheduler_svc.store.errors import LeadershipLost, RecordMismatch, StaleEpoch
@@ -122,7 +123,7 @@ async def test_an_ended_id_is_known_taken_or_free(
         first = record(key, 10, digest=b"d", opaque=b"first")
         await write(store, first)
         await store.append_output([OutputRange(key, 0, 0, (7,))])
-        await store.finish([Ending(key, state, b"why")])
+        await finish(store, [Ending(key, state, b"why")])
         second = record(key, 20, digest=digest)
         for _ in range(2):  # the call, and its repeat
             assert await store.record([second], [again]) == [outcome]
@@ -216,10 +217,12 @@ async def test_a_finished_record_expires_after_ten_minutes(
     await write(store, record())
     await store.append_output([OutputRange(KEY, 0, 0, (7,))])
     assert ttls(redis_client) == [-1, -1]
-    await store.finish([Ending(KEY, RequestState.FINISHED), Ending(OTHER_KEY, RequestState.FAILED)])
+    await finish(
+        store, [Ending(KEY, RequestState.FINISHED), Ending(OTHER_KEY, RequestState.FAILED)]
+    )
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
     assert await store.load(OTHER_KEY) is None
-    await store.finish([Ending(KEY, RequestState.CANCELLED, b"late", 9)], ttl_s=10_000)
+    await finish(store, [Ending(KEY, RequestState.CANCELLED, b"late", 9)], ttl_s=10_000)
     stored = await store.load(KEY)
     assert stored == StoredRequest(record(), RequestState.FINISHED, {0: (7,)})
     assert all(0 < ttl <= 600 for ttl in ttls(redis_client))
@@ -231,7 +234,7 @@ async def test_a_finished_record_expires_after_ten_minutes(
 
 async def test_a_record_stores_how_its_request_ended(store: Store) -> None:
     await write(store, record())
-    await store.finish([Ending(KEY, RequestState.FAILED, b"\x08\x0d\x00", 48)])
+    await finish(store, [Ending(KEY, RequestState.FAILED, b"\x08\x0d\x00", 48)])
     failed = StoredRequest(record(), RequestState.FAILED, {}, b"\x08\x0d\x00", 48)
     assert await store.load(KEY) == failed
 
@@ -242,15 +245,15 @@ async def test_ended_records_stay_below_their_limit_and_the_oldest_are_deleted(
     records = [record(RequestKey("ann", str(i)), i, opaque=bytes(9_400)) for i in range(20)]
     await write(store, *records, record(sequence_id=50))
     # Its id is used again, and ended again: it is as old as its last end.
-    await store.finish([Ending(records[0].key, RequestState.CANCELLED)])
+    await finish(store, [Ending(records[0].key, RequestState.CANCELLED)])
     again = record(records[0].key, 60)
     await write(store, again)
     for ended in records[1:]:
-        await store.finish([Ending(ended.key, RequestState.FINISHED)], finished_max_bytes=55_000)
+        await finish(store, [Ending(ended.key, RequestState.FINISHED)], finished_max_bytes=55_000)
     kept = [ended for ended in records if await store.load(ended.key)]
     assert kept == [records[0], *records[15:]]  # about 10,000 bytes each
     assert [found.record for found in await store.load_live()] == [record(sequence_id=50), again]
-    await store.finish([Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
+    await finish(store, [Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
     assert await store.load(KEY) is None
     assert not redis_client.exists(KEYS.ended)
     assert await store.load(records[19].key) is None
@@ -260,9 +263,9 @@ async def test_ended_records_stay_below_their_limit_and_the_oldest_are_deleted(
 async def test_one_call_removes_a_bounded_number_of_ended_records(store: Store) -> None:
     records = [record(RequestKey("ann", str(i)), i) for i in range(100)]
     await write(store, *records)
-    await store.finish([Ending(r.key, RequestState.FINISHED) for r in records])
+    await finish(store, [Ending(r.key, RequestState.FINISHED) for r in records])
     await write(store, record())
-    await store.finish([Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
+    await finish(store, [Ending(KEY, RequestState.FINISHED)], finished_max_bytes=0)
     kept = [r for r in records if await store.load(r.key)]
     assert kept == records[20:]
 
@@ -271,8 +274,8 @@ async def test_the_list_of_ended_records_lives_as_long_as_the_last(
     store: Store, redis_client: redis.Redis
 ) -> None:
     await write(store, record(sequence_id=1), record(OTHER_KEY, 2))
-    await store.finish([Ending(KEY, RequestState.FINISHED)], ttl_s=1000)
-    await store.finish([Ending(OTHER_KEY, RequestState.FINISHED)], ttl_s=1)
+    await finish(store, [Ending(KEY, RequestState.FINISHED)], ttl_s=1000)
+    await finish(store, [Ending(OTHER_KEY, RequestState.FINISHED)], ttl_s=1)
     assert 1 < redis_client.ttl(KEYS.ended) <= 1000
 
 
@@ -280,7 +283,7 @@ async def test_the_live_ones_are_found_among_all(store: Store) -> None:
     records = [record(RequestKey(f"{i}/ä", "x:record"), 2**63 + i) for i in range(1200)]
     for start in range(0, 1200, 200):
         await write(store, *records[start : start + 200])
-    await store.finish([Ending(r.key, RequestState.FINISHED) for r in records[::2]])
+    await finish(store, [Ending(r.key, RequestState.FINISHED) for r in records[::2]])
     await store.append_output(
         [OutputRange(records[1].key, c, 0, (c, 2**32 - 1)) for c in (0, 10, 9, 2)]
     )
@@ -318,7 +321,7 @@ async def test_a_leader_replaces_the_stored_requests(store: Store) -> None:
 async def test_nothing_to_do_is_no_call(store: Store) -> None:
     assert await store.record([], []) == []
     await store.append_output([])
-    await store.finish([])
+    await finish(store, [])
     await store.discard([])
 
 
@@ -327,7 +330,7 @@ def writes(store: Store) -> list[Coroutine[Any, Any, object]]:
     return [
         store.record([record(OTHER_KEY)], [False]),
         store.append_output([OutputRange(KEY, 0, 0, (7,))]),
-        store.finish([Ending(KEY, RequestState.FINISHED)]),
+        finish(store, [Ending(KEY, RequestState.FINISHED)]),
         store.discard([record()]),
         store.replace_live([StoredRequest(record(), RequestState.LIVE, {0: (1,)})]),
         store.trim_inbox([b"an entry"]),

@@ -80,6 +80,12 @@ class ScriptedEngine:
     # How often output was counted.
     num_counts: int = 0
 
+    @property
+    def num_sequences(self) -> int:
+        lanes = self.lanes.values()
+        on_lanes = sum(len(one.rows) + len(one.assigned) + one.num_swapped for one in lanes)
+        return len(self.waiting) + on_lanes
+
     def count_output(self) -> None:
         self.num_counts += 1
 

@@ -13,6 +13,7 @@ from scheduler_svc.lane.pool_client import PoolClient
 from scheduler_svc.lane.results import StepAccounts
 from scheduler_svc.lane.sequence_table import Rows
 from scheduler_svc.lane.steady.columns import DecodeColumns
+from scheduler_svc.lane.step_sender import StepSender
 from scheduler_svc.lane.worker_stream import LaneLost, WorkerStream
 from scheduler_svc.store.types import Commit, CommitReply, Publication, TokenRanges
 
@@ -30,6 +31,7 @@ class LaneParts:
     pool: PoolClient
     rows: Rows
     in_flight: InFlightSteps
+    sender: StepSender
     hooks: LaneHooks
     results: StepAccounts
     # Whether the loop has work that a steady lane does not have.
@@ -221,25 +223,17 @@ class SteadyDecoding:
         """Send the plan. LaneLost if the stream has ended."""
         parts, request = self._parts, self._request
         self._step = None
-        num_tokens = len(self._columns.rows)
-        stats = parts.pool.stats
-        stats.num_steps += 1
-        stats.num_scheduled_tokens += num_tokens
-        stats.scheduling_s += step.scheduling_s
-        in_flight = InFlightStep(
-            epoch=parts.epoch,
-            step=step.number,
-            scheduled=self._scheduled,
-            num_tokens=num_tokens,
+        in_flight = parts.sender.count(
+            step.number,
+            self._scheduled,
+            num_tokens=len(self._columns.rows),
             num_prefill_tokens=0,
             num_rounds=1,
-            sent_at=time.perf_counter(),
             scheduling_s=step.scheduling_s,
             redis_s=step.redis_s,
         )
-        parts.in_flight.add(in_flight)
         request.plan.step = step.number
-        parts.stream.send_request(request)
+        parts.sender.send(in_flight, request)
         request.plan.ClearField("appends")
         parts.stepped(step.number)
 

@@ -29,9 +29,9 @@ class StepRelease:
         self._table = table
         self._stats = stats
 
-    def release_ended(self, failed: Iterable[Sequence]) -> None:
-        """Release all ended sequences. `failed` rows invalidate what they published."""
-        self._withdraw(failed)
+    def release_ended(self, failed_rows: Iterable[Sequence]) -> None:
+        """Release all ended sequences. `failed_rows` invalidate what they published."""
+        self._withdraw(failed_rows)
         for sequence in self._ended_rows():
             self._release_row(sequence)
         self._release_awaiting()
@@ -48,6 +48,7 @@ class StepRelease:
             sequence
             for sequence in self._table.rows
             if sequence not in self._kept
+            # `is_complete or is_ended` inlined: this runs over all rows in every step.
             and (
                 sequence.num_tokens >= sequence.max_num_tokens
                 or sequence.end is not None
@@ -226,9 +227,9 @@ class StepRelease:
 
     # Failed rows
 
-    def _withdraw(self, failed: Iterable[Sequence]) -> None:
+    def _withdraw(self, failed_rows: Iterable[Sequence]) -> None:
         """Withdraw hashes that failed rows published, and preempt rows that share those blocks."""
-        invalid = {block_id for sequence in failed for block_id in sequence.published_blocks}
+        invalid = {block_id for sequence in failed_rows for block_id in sequence.published_blocks}
         if not invalid:
             return
         sharers = self._sharers(invalid)

@@ -15,7 +15,6 @@ from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import LaneStats
 from scheduler_svc.core.view import Candidate, Forkable, LaneView, Limits, StepDecision, Swapped
 from scheduler_svc.lane.in_flight import ScheduledRows
-from scheduler_svc.lane.prompt_share import UNLIMITED
 from scheduler_svc.lane.sequence_table import SequenceTable, SwappedGroup
 from scheduler_svc.lane.steps.admission import StepAdmission
 from scheduler_svc.lane.steps.beams import StepBeams
@@ -36,9 +35,9 @@ class Step:
         limits: Limits,
         num_usable_blocks: int,
         stats: LaneStats,
-        num_micro_batches: int = 1,
-        max_prompt_tokens: int = UNLIMITED,
-        num_rounds_in_flight: int = 0,
+        num_micro_batches: int,
+        max_prompt_tokens: int,
+        num_rounds_in_flight: int,
     ) -> None:
         """With several micro-batches, a row in flight is neither run nor released, so that no plan
         waits for the result of another one."""
@@ -72,9 +71,7 @@ class Step:
         """Whether the lane may have capacity that it did not have before."""
         return not (self._decision.only_decodes and self.builder.releases_nothing)
 
-    def decide(
-        self, candidates: Iterable[tuple[Sequence, PrefixMatch]], num_rounds: int = 1
-    ) -> None:
+    def decide(self, candidates: Iterable[tuple[Sequence, PrefixMatch]], num_rounds: int) -> None:
         """Run the policy, and apply what takes no blocks. `candidates` come with their cached
         prefixes; `num_rounds` bounds the rounds of a step that only decodes."""
         # Nothing may overtake a swapped or preempted sequence that cannot be admitted yet.

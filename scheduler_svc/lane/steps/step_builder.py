@@ -69,9 +69,9 @@ class StepBuilder:
         """Journal the tokens of these sequences since the last commit."""
         # Comprehensions, because this runs over all rows in every step.
         self.journaled = journaled = [
-            # Few have ended, and only these may be truncated.
             other
             for other in uncommitted
+            # `not is_truncated` inlined: few have ended, and only these need the call.
             if other.group.error is None and (other.end is None or not other.is_truncated)
         ]
         first_indices = [sequence.num_journaled for sequence in journaled]

@@ -1,0 +1,1 @@
+"""Metrics of the services in Prometheus' text format: their HTTP server, and cheap histograms."""
