@@ -109,8 +109,14 @@ def check_request(request: GenerationRequest) -> None:
         )
 
 
-def resolve(resolved: scheduler_pb2.ResolvedParams, search: Search, vocab_size: int) -> None:
-    """Fill in the parameters of a search. RequestError if they do not fit the model."""
+def resolve(
+    resolved: scheduler_pb2.ResolvedParams,
+    params: inference_pb2.SamplingParams,
+    search: Search,
+    vocab_size: int,
+) -> None:
+    """Fill in the parameters of a search; the default of `max_tokens` is lowered to what its
+    response may hold. RequestError if the client's do not fit the model."""
     width, num_stops = search.beam_width, len(resolved.stop_token_ids)
     most = min(MAX_CANDIDATES, vocab_size)
     if width + num_stops > most:
@@ -120,12 +126,13 @@ def resolve(resolved: scheduler_pb2.ResolvedParams, search: Search, vocab_size: 
             f"is {width}; with the {num_stops} stop tokens at most {most - num_stops} is allowed",
         )
     max_tokens = MAX_LOGPROBS // num_entries(width)
+    if not params.HasField("max_tokens"):
+        resolved.max_tokens = min(resolved.max_tokens, max_tokens)
     if resolved.max_tokens > max_tokens:
         raise invalid(
             "params.max_tokens",
             "TOO_MANY_TOKENS",
-            f"is {resolved.max_tokens} (if not set, the room left in the context); with "
-            f"{width} beams at most {max_tokens} is allowed",
+            f"is {resolved.max_tokens}; with {width} beams at most {max_tokens} is allowed",
         )
     resolved.temperature = 0.0
     resolved.num_logprobs = 1 + width + num_stops

@@ -158,7 +158,7 @@ def _finish_params(
         num_prompt_tokens = state.num_prompt_tokens
         validation.limit_logprobs(resolved, params, state.num_choices, num_prompt_tokens)
     else:
-        beam_search.resolve(resolved, search, vocab_size)
+        beam_search.resolve(resolved, params, search, vocab_size)
         state.search.CopyFrom(search.state())
 
 

@@ -128,6 +128,22 @@ async def test_invalid_parameters_are_refused(
     assert info_of(caught.value).reason == reason
 
 
+async def test_the_default_of_max_tokens_is_as_many_as_a_response_holds(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.generation.beam_search.MAX_LOGPROBS", 20)
+    params = pb.BeamSearchParams(beam_width=2)
+    call = stack.beam_search.BeamSearch(pb.BeamSearchRequest(text="The", params=params))
+    submission = await stack.scheduler.submissions.get()
+    assert submission.params.max_tokens == 5
+    call.cancel()
+    params.max_tokens = 6
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.beam_search.BeamSearch(pb.BeamSearchRequest(text="The", params=params))
+    assert info_of(caught.value).reason == "TOO_MANY_TOKENS"
+    assert "is 6; with 2 beams at most 5 is allowed" in str(caught.value.details())
+
+
 async def test_a_search_has_no_tools_and_needs_a_prompt(stack: Stack) -> None:
     tools = [conversation_pb2.Tool(name="x")]
     messages = [conversation_pb2.Message(role="user", content="x")]
