@@ -1,4 +1,5 @@
-"""Limits of an HTTP connection: its age, the time for headers, bodies that are not read."""
+"""Limits of an HTTP connection: its age, the time for headers, bodies that are not read, and
+responses that are not taken."""
 
 import random
 from asyncio import BaseTransport, TimerHandle
@@ -7,6 +8,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway_svc.admission.http_protocol import HttpProtocol
+from quire.service.http2.unread import TAKING_S
 
 # So that connections that were opened together are not closed together; gRPC's is the same.
 _JITTER: Final = 0.1
@@ -23,7 +25,7 @@ CLOSE_AFTER_S: Final = 1.0
 
 
 class HttpConnection(HttpProtocol):
-    """The protocol, with limits for clients that send slowly or too much."""
+    """The protocol, with limits for clients that send slowly or too much, or take nothing."""
 
     max_age_s: float | None = None
 
@@ -38,10 +40,13 @@ class HttpConnection(HttpProtocol):
         # The limit for headers or, after them, for a body that is discarded.
         self._limit: TimerHandle | None = None
         self._pause: TimerHandle | None = None
+        # The limit for a client that has not taken all that was sent.
+        self._taking: TimerHandle | None = None
         self._limit_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_limit()
+        self._end_taking()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -74,6 +79,30 @@ class HttpConnection(HttpProtocol):
     def on_message_complete(self) -> None:
         self._end_limit()
         super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._limit_taking()
+
+    def resume_writing(self) -> None:
+        self._end_taking()
+        super().resume_writing()
+
+    def _limit_taking(self) -> None:
+        num_left = self.transport.get_write_buffer_size()
+        self._taking = self.loop.call_later(TAKING_S, self._check_taken, num_left)
+
+    def _check_taken(self, num_before: int) -> None:
+        """A connection that is only closed would wait for its client to take the rest."""
+        if self.transport.get_write_buffer_size() < num_before:
+            self._limit_taking()
+        else:
+            self.transport.abort()
+
+    def _end_taking(self) -> None:
+        if self._taking is not None:
+            self._taking.cancel()
+            self._taking = None
 
     def _limit_headers(self) -> None:
         self._limit = self.loop.call_later(HEADER_TIMEOUT_S, self._end_headers)

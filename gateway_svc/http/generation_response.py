@@ -11,7 +11,6 @@ from gateway_svc.http.dialects import INTERNAL_ERROR, OPENAI, Dialect
 from gateway_svc.http.errors import format_names, to_http
 from gateway_svc.http.response_writer import KEEP_ALIVE_S, Receive, ResponseWriter, Send
 from quire.service.errors import RequestError
-from quire.service.http2.unread import TAKING_S
 
 log = structlog.get_logger()
 
@@ -75,18 +74,13 @@ def _wants_ids(request: Request) -> bool:
 
 
 async def _wait_until_disconnected(receive: Receive, writer: ResponseWriter) -> None:
-    """Return when the client has disconnected, or takes nothing for `TAKING_S`; write comments
-    while a stream is idle."""
+    """Return when the client has disconnected; write comments while a stream is idle."""
     while True:
         try:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 message = await receive()
         except TimeoutError:
-            try:
-                async with asyncio.timeout(TAKING_S):
-                    await writer.keep_alive()
-            except TimeoutError:
-                return
+            await writer.keep_alive()
             continue
         if message["type"] == "http.disconnect":
             return

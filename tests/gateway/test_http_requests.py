@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import socket
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -22,10 +23,9 @@ from gateway_svc.generation.service import GenerationService
 from gateway_svc.generation.submission import PreparedRequest
 from gateway_svc.http.bodies.fields import GenerationMessage
 from gateway_svc.http.event_id import EventId
-from gateway_svc.http.formats.format import ServerEvent
-from gateway_svc.http.generation_response import GenerationResponse
 from gateway_svc.http.merge import Merge
 from gateway_svc.http.response_writer import ResponseWriter
+from gateway_svc.http.server import HttpServer
 from quire.client.async_client import AsyncClient
 from quire.client.client import Client
 from quire.client.errors import UnavailableError
@@ -168,19 +168,32 @@ async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
         assert cancellation.attachment == sent.attachment
 
 
+def reluctant_client(address: str, body: dict[str, Any]) -> socket.socket:
+    """A client that has sent a completion request and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = address.rpartition(":")
+    connection.connect((host, int(port)))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def shrink_buffer(server: HttpServer) -> None:
+    """The system's, of the only connection, which would hold megabytes of a response."""
+    [protocol] = server._server.server_state.connections
+    connection = protocol.transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
 @pytest.mark.parametrize("prompts", ["The", ["The", "A"]], ids=["one prompt", "two prompts"])
 async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
     http: Http, prompts: str | list[str]
 ) -> None:
     scheduler, server = http.stack.scheduler, http.stack.gateway.http
     assert server is not None
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, _, port = server.address.rpartition(":")
-    connection.connect((host, int(port)))
-    body = json.dumps({"prompt": prompts, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection = reluctant_client(server.address, {"prompt": prompts, "stream": True})
     sent = await http.submission()
     scheduler.accept(sent)
     [x] = http.stack.encode("x")
@@ -194,6 +207,53 @@ async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
     detachment = await detached
     assert (detachment.attachment, detachment.client_gone) == (sent.attachment, False)
     await asyncio.wait_for(server.requests.wait_until_idle(), 5)
+    connection.close()
+
+
+async def test_the_connection_of_a_client_that_takes_nothing_ends(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway_svc.admission.http_connection.TAKING_S", 0.1)
+    server = http.stack.gateway.http
+    assert server is not None
+    connection = reluctant_client(server.address, {"prompt": "The", "stream": True})
+    sent = await http.submission()
+    shrink_buffer(server)
+    http.stack.scheduler.accept(sent)
+    [x], at = http.stack.encode("x"), 0
+    connections = server._server.server_state.connections
+    async with asyncio.timeout(30):
+        while connections:
+            http.stack.scheduler.write(sent, at, [x] * 1000)
+            at += 1000
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(server.requests.wait_until_idle(), 5)
+    connection.close()
+
+
+async def test_a_client_may_take_a_response_slowly(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes several times as long as a client may take nothing."""
+    monkeypatch.setattr("gateway_svc.admission.http_connection.TAKING_S", 0.5)
+    body = bytes(2**20)
+    monkeypatch.setattr("gateway_svc.http.response_writer.orjson.dumps", lambda _: body)
+    server = http.stack.gateway.http
+    assert server is not None
+    connection = reluctant_client(server.address, {"prompt": "The"})
+    sent = await http.submission()
+    shrink_buffer(server)
+    http.stack.scheduler.accept(sent)
+    http.stack.scheduler.write(sent, 0, http.stack.encode("x"))
+    http.stack.scheduler.end(sent, 1)
+    connection.setblocking(False)
+    num_read, began_s = 0, time.monotonic()
+    while num_read < len(body):
+        data = await asyncio.get_running_loop().sock_recv(connection, 2**20)
+        assert data, f"the connection has ended after {num_read} bytes"
+        num_read += len(data)
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - began_s > 1
     connection.close()
 
 
@@ -349,26 +409,6 @@ async def test_comments_keep_an_idle_stream_alive(
     await writer.start()
     await writer.keep_alive()
     assert written[-1]["body"] == b": keep-alive\n\n"
-
-
-async def test_a_client_that_takes_no_event_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def run(writer: ResponseWriter) -> None:
-        await writer.start()
-        await writer.events([ServerEvent({})], "1")
-
-    for module in ("generation_response", "response_writer"):
-        monkeypatch.setattr(f"gateway_svc.http.{module}.KEEP_ALIVE_S", 0.01)
-    monkeypatch.setattr("gateway_svc.http.generation_response.TAKING_S", 0.01)
-    scope = {"type": "http", "method": "POST", "headers": []}
-    async with asyncio.timeout(10):
-        await GenerationResponse("r", run)(scope, receive, send)
 
 
 async def test_unknown_paths_and_event_ids_are_refused(http: Http) -> None:
