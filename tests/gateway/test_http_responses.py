@@ -459,9 +459,22 @@ async def test_a_stream_that_is_taken_over_does_not_end_its_response(http: Http)
     async with http.stream("/v1/responses", {"input": "x", "stream": True}) as events:
         sent = await http.submission()
         scheduler.accept(sent)
+        tokens = http.stack.encode("a fox jumps")
+        scheduler.write(sent, 0, tokens[:1])
         _take_over(http, sent)
-        names = [event.name for event in await events.rest()]
-    assert names == ["response.created", "response.in_progress", "error"]
+        first, *_, delta, error = await events.rest()
+    assert (delta.json()["delta"], error.name) == ("a", "error")
+    # It continues behind the error's number, too.
+    after = error.json()["sequence_number"]
+    response_id = first.json()["response"]["id"]
+    url = f"/v1/responses/{response_id}?stream=true&starting_after={after}"
+    async with http.stream(url) as events:
+        attachment = await scheduler.attachments.get()
+        scheduler.accept(attachment, sent.opaque)
+        scheduler.write(attachment, 0, tokens)
+        scheduler.end(attachment, len(tokens))
+        continued = [event for event in await events.rest() if event.name == delta.name]
+    assert "".join(event.json()["delta"] for event in continued) == " fox jumps"
 
 
 async def test_the_error_within_a_continued_stream_has_a_later_number(http: Http) -> None:

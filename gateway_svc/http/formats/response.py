@@ -61,8 +61,11 @@ class ResponseFormat:
         """The end of a response that has failed, and an error in the form of this API, which also
         has the object of all others: OpenAI's client for Python raises it."""
         [choice] = self._generation.choices
-        number = max(self._after + 1, first_number(choice.num_tokens + 1))
+        following = first_number(choice.num_tokens + 1)
+        # Where the response may run on, it continues behind this number without a gap.
+        number = max(self._after, following - 1)
         if error.has_ended:
+            number = max(self._after + 1, following)
             body = _ended_object(self._fixed, error)
             yield _numbered(number, f"response.{body['status']}", response=body)
             number += 1
