@@ -440,8 +440,10 @@ async def test_a_format_of_the_output(http: Http, field: str) -> None:
     assert (status, error["message"][:14]) == (400, "output_format:")
 
 
-async def test_tokens_are_counted(tools: Http) -> None:
-    body = {"messages": [USER], "system": "S", "tools": TOOLS}
+@pytest.mark.parametrize("others", [[], [{"role": "assistant", "content": "The result is"}]])
+async def test_tokens_are_counted(tools: Http, others: list[dict[str, Any]]) -> None:
+    """Those of the prompt, also of one whose last message the output continues."""
+    body = {"messages": [USER, *others], "system": "S", "tools": TOOLS}
     async with client_of(tools) as client:
         count = await client.messages.count_tokens(model="tiny", **body)
     sending = tools.start(PATH, {**BODY, **body})
@@ -450,7 +452,7 @@ async def test_tokens_are_counted(tools: Http) -> None:
     sending.cancel()
 
 
-@pytest.mark.parametrize("last", [{"role": "assistant", "content": "b"}, _calls(1)])
+@pytest.mark.parametrize("last", [{"role": "assistant", "content": " "}, _calls(1)])
 async def test_the_tokens_of_a_conversation_that_ends_with_the_assistant_are_counted(
     tools: Http, last: dict[str, Any]
 ) -> None:

@@ -128,8 +128,12 @@ class CountTokensRequest(HttpRequest):
     def to_tokenize(self) -> tokenizer_pb2.TokenizeRequest:
         """A conversation may end anywhere, also with a call that has no result yet."""
         converted = self._conversation()
-        if converted.messages[-1].role == "assistant":
-            converted.add_generation_prompt = False
+        last = converted.messages[-1]
+        if last.role == "assistant":
+            if last.tool_calls or not last.content.strip():
+                converted.add_generation_prompt = False
+            else:
+                converted.continue_final_message = True
         return tokenizer_pb2.TokenizeRequest(model=self.model, conversation=converted)
 
     def _conversation(self) -> conversation_pb2.Conversation:
