@@ -12,6 +12,8 @@ from quire.v1 import inference_pb2
 
 # The reason of a request that was cancelled, also by a gateway whose client had disconnected.
 _CANCELLED = "CANCELLED"
+# That of a call whose client has not taken what it was sent.
+_SLOW_READER = "SLOW_READER"
 StreamRequest: TypeAlias = inference_pb2.StreamGenerateRequest | inference_pb2.ResumeGenerateRequest
 StreamResponse: TypeAlias = (
     inference_pb2.StreamGenerateResponse | inference_pb2.ResumeGenerateResponse
@@ -98,7 +100,8 @@ class ResumableStream:
         lost = (error.reason == UNKNOWN_REQUEST or is_abandoned) and self._can_restart
         if lost:
             self._is_accepted = False
-        self._has_broken = self._has_broken or (error.resumable and error.reason is None)
+        if error.resumable and error.reason in (None, _SLOW_READER):
+            self._has_broken = True
         self._is_final = is_final(error) and not lost
         return self.retry_policy.backoff_s(error, resumable=lost)
 

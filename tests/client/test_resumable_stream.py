@@ -200,8 +200,9 @@ def test_a_lost_request_restarts_at_the_gateway_that_responded(gateways, stream)
     assert (len(broken.requests), len(gateway.requests)) == (1, 2)
 
 
-def test_a_request_that_ended_with_its_connection_names_the_window(gateways, stream):
-    gateway = gateways(ScriptedCall(RESET, after=4), ScriptedCall(CANCELLED, after=0))
+@pytest.mark.parametrize("error", [RESET, SLOW])
+def test_a_request_that_ended_with_its_connection_names_the_window(gateways, stream, error):
+    gateway = gateways(ScriptedCall(error, after=4), ScriptedCall(CANCELLED, after=0))
     with pytest.raises(UnavailableError, match="resume_window_s") as caught:
         stream(gateway.target)
     assert not caught.value.resumable
