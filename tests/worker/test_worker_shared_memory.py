@@ -88,6 +88,13 @@ def test_all_ranks_use_gloo_if_one_cannot_open_the_memory(
     assert shared_by(2) == [None, None]
 
 
+def test_ranks_whose_kernels_do_not_load_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a library is there."""
+    monkeypatch.setattr(shared_memory, "is_compiled", lambda: True)
+    monkeypatch.setattr(shared_memory, "cpp_implementations", lambda: ())
+    assert shared_by(2) == [None, None]
+
+
 @pytest.mark.parametrize("what", ["memfd_create", "ftruncate"])
 def test_memory_that_is_refused_is_not_used(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     def refuse(*_: object) -> int:

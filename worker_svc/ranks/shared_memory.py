@@ -37,7 +37,9 @@ def share_memory(rank: int, size: int, agree: Agree, timeout_s: float) -> Exchan
     # The owner has written before anyone compares.
     agree("shared memory written", True)
     is_shared = memory is not None and memory[-16:] == bytes.fromhex(secret)
-    has_all = all(agree("shared memory opened", is_shared and is_compiled()))
+    # Not compiled here: that takes a minute. A library that is there may not load.
+    implementations = cpp_implementations() if is_compiled() else ()
+    has_all = all(agree("shared memory opened", is_shared and bool(implementations)))
     if descriptor is not None:
         os.close(descriptor)
     log.info("exchanges between ranks", by="shared memory" if has_all else "gloo")
@@ -49,7 +51,7 @@ def share_memory(rank: int, size: int, agree: Agree, timeout_s: float) -> Exchan
         rank,
         [_process_descriptor(process) for process, _, _ in places],
         timeout_s,
-        cpp_implementations()[-1],
+        implementations[-1],
     )
 
 
