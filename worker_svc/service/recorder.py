@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 # Entries that may wait for the disk.
 _MAX_QUEUED = 4096
-# For what is queued when the worker ends.
+# For an entry, when the worker ends.
 _CLOSE_S = 5.0
 _Entry = worker_pb2.Hello | Plan | tuple[Plan, StepOutput] | worker_pb2.RowsCleared
 
@@ -55,7 +55,10 @@ class Recorder:
         """Write the queued entries, unless the disk hangs."""
         with contextlib.suppress(queue.Full):
             self._entries.put(None, timeout=_CLOSE_S)
-        self._thread.join(_CLOSE_S)
+        num_left = _MAX_QUEUED + 1
+        while self._thread.is_alive() and (now_left := self._entries.qsize()) < num_left:
+            num_left = now_left
+            self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             log.warning("the recording is not complete: the disk hangs", file=str(self._path))
 
