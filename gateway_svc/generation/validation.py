@@ -133,7 +133,8 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None
         raise invalid(
             field,
             "PROMPT_TOO_LONG",
-            f"has {num_tokens} tokens. {_context(max_model_len)}, including at least 1 of output",
+            f"has {num_tokens} tokens. {_context(max_model_len)}, at most {max_model_len - 1} of "
+            "the prompt",
         )
 
 

@@ -24,7 +24,7 @@ def prompt_error(
             "PROMPT_TOO_LONG",
             # In OpenAI's words, as the gateway refuses it.
             f"has {num_tokens} tokens. This model's maximum context length is {max_model_len} "
-            "tokens, including at least 1 of output",
+            f"tokens, at most {max_model_len - 1} of the prompt",
         )
     lane = max(lanes, key=lambda lane: lane.num_admissible_blocks)
     num_usable_blocks = lane.worker.num_blocks - 1
