@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
 from scheduler_svc.core.fairness import FairShares
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Group, Sequence
 
 # Faster than a function: it is called for each comparison.
 _order = attrgetter("order")
@@ -41,6 +41,10 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.first(len(self)))
+
+    def groups(self) -> list[Group]:
+        """Requests of which a sequence waits, in order."""
+        return list(dict.fromkeys(sequence.group for sequence in self))
 
     @property
     def head(self) -> Sequence | None:

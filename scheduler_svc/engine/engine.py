@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable
 
-from quire.service.errors import RequestError, unavailable
+from quire.service.errors import RequestError
 from quire.service.tracing.spans import SpanExporter
 from scheduler_svc.core.beams import rewind
 from scheduler_svc.core.fairness import FairShares
@@ -17,6 +17,7 @@ from scheduler_svc.core.sequence import Group, Sequence
 from scheduler_svc.core.stats import EngineStats
 from scheduler_svc.core.tenants import TenantsState, export_tenants
 from scheduler_svc.engine.dispatcher import Dispatcher, MatchPools
+from scheduler_svc.engine.model_changes import forget_model
 from scheduler_svc.engine.model_geometry import ModelGeometry
 from scheduler_svc.engine.record_writer import RecordWriter
 from scheduler_svc.engine.refusals import cancelled, overload_error, prompt_error, width_error
@@ -168,13 +169,15 @@ class Engine:
         del self.live[group.key]
         self.quotas.given(group)
 
-    def return_withdrawn(self, group: Group) -> None:
-        """Queue a withdrawn request again, in its place: no other shard got it."""
+    def return_withdrawn(self, group: Group, output_model: bytes) -> None:
+        """Queue a request again that was withdrawn, with this model: no other shard got it."""
         self.live[group.key] = group
         self.quotas.started(group)
         for sequence in group.sequences:
             if not (sequence in group.siblings or sequence.is_finished):
                 self.waiting.add(sequence)
+        # The workers may have changed meanwhile.
+        self._forget_model([group], output_model != self.output_model)
         self.finish_ended(group)
         self.dispatcher.wake()
 
@@ -223,10 +226,9 @@ class Engine:
     def add(self, lane: Lane, model: ModelGeometry) -> None:
         """Add a lane. The first one sets the model, until the last one is removed."""
         assert self.model in (None, model)
-        if self._last_model not in (None, model):
-            # Hashes and lengths depend on it. The requests of another model have ended.
-            for sequence in self.waiting:
-                sequence.chain = None
+        if (last := self._last_model) is not None and last != model:
+            # Of another model, those that another shard has given since its change was noticed.
+            self._forget_model(self.waiting.groups(), last.fingerprint != model.fingerprint)
         self.model = self._last_model = model
         self.lanes[lane.worker.incarnation] = lane
         self.lanes_changed.set()
@@ -295,15 +297,14 @@ class Engine:
             self.requeue(lane.recall(principal))
 
     def change_model(self) -> None:
-        """Prepare the waiting requests for another model: abort those that have output, which it
-        would continue, and drop what the former one has computed of the others."""
-        for sequence in list(self.waiting):
-            if any(other.num_output_tokens for other in sequence.group.sequences):
-                error = unavailable("MODEL_CHANGED", "the workers serve another model")
-                self.abort(sequence.group, error)
-            else:
-                sequence.chain = None
-                sequence.prompt_logprobs.clear()
+        """Prepare the waiting requests for another model: abort those that have output."""
+        self._forget_model(self.waiting.groups(), is_other=True)
+
+    def _forget_model(self, groups: Iterable[Group], is_other: bool) -> None:
+        for group in groups:
+            error = forget_model(group, is_other)
+            if error is not None and group.error is None:
+                self.abort(group, error)
 
     def requeue(self, sequences: Iterable[Sequence]) -> None:
         """Return sequences without a row to their places in the queue."""

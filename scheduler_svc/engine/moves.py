@@ -172,6 +172,7 @@ class Moves:
         return found
 
     async def _give(self, groups: list[Group], target: int) -> None:
+        output_model = self._engine.output_model
         for group in groups:
             self._engine.withdraw(group)
             self.giving[group.key] = group
@@ -181,7 +182,7 @@ class Moves:
             # Also when the term ends here: the next one continues the live requests only.
             for group in groups:
                 del self.giving[group.key]
-                self._engine.return_withdrawn(group)
+                self._engine.return_withdrawn(group, output_model)
             raise
         log.info("waiting requests moved", requests=len(groups), shard=self._shard, target=target)
         try:
@@ -202,18 +203,15 @@ class Moves:
         """Put requests into the inbox of another shard. A call without a reply may still be
         executed, so it is repeated, and the requests do not run here meanwhile; the other shard
         ignores those that it has. Raises StoreUnavailable if it is refused, or after `REPEAT_S`."""
-        until: float | None = None
+        until = time.monotonic() + REPEAT_S
+        may_be_given = False
         while True:
             try:
                 await self._stores[target].put_in_inbox(packed)
                 return
             except StoreUnavailable as error:
-                now = time.monotonic()
-                if until is None:
-                    if not isinstance(error, NoReply):
-                        raise
-                    until = now + REPEAT_S
-                elif now > until:
+                may_be_given = may_be_given or isinstance(error, NoReply)
+                if not may_be_given or time.monotonic() > until:
                     raise
             await sleep_ticks(HEARTBEAT_S)
             while not self._is_leading():

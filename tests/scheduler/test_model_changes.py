@@ -1,5 +1,6 @@
 """Workers with another model: its tokens never follow those of the former one."""
 
+import pytest
 import redis
 from beam_requests import beam_worker, submit_search
 from checking_worker import CheckingWorker
@@ -108,6 +109,32 @@ async def test_requests_continue_with_another_block_size_of_the_same_model(redis
         # The hashes are those of blocks of this size.
         [other] = await gateway.wait_ended(await gateway.submit(prompt(23), max_tokens=1))
         assert other.end.num_cached_prompt_tokens == 8
+        await stack.workers["a"][0].check()
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+async def test_a_request_that_was_withdrawn_meanwhile_follows_a_change_of_the_workers(
+    redis_url, sockets, is_other: bool
+):
+    """As one that another shard may have got, and has not."""
+    first = CheckingWorker(1)
+    async with running_stack(redis_url, sockets, {"a": first}) as stack:
+        await with_output(stack)
+        engine, model = stack.engine, stack.engine.output_model
+        await stack.stop_worker("a")
+        await until(lambda: not engine.lanes, "no lane")
+        [group] = engine.live.values()
+        engine.withdraw(group)
+        changed = OTHER if is_other else {"block_size": 2}
+        await stack.start_worker("a", CheckingWorker(2, **changed))
+        await until(lambda: engine.lanes, "a lane")
+        engine.return_withdrawn(group, model)
+        [gateway] = stack.gateways
+        [received] = await gateway.wait_ended()
+        if is_other:
+            assert info_of(received.failure).reason == "MODEL_CHANGED"
+        else:
+            assert received.is_whole
         await stack.workers["a"][0].check()
 
 

@@ -38,7 +38,7 @@ class Engine:
         assert group.sequences[0].lane_incarnation is None, "it runs here"
         del self.live[group.key]
 
-    def return_withdrawn(self, group: Group) -> None:
+    def return_withdrawn(self, group: Group, output_model: bytes) -> None:
         self.live[group.key] = group
 
     def adopt(self, group: Group) -> None:
@@ -315,7 +315,7 @@ async def test_a_request_stays_if_only_the_other_shards_part_of_redis_is_silent(
     other.num_lost_puts = 1000
     returned: list[str] = []
     monkeypatch.setattr(
-        cluster.engine, "return_withdrawn", lambda group: returned.append(group.key.request_id)
+        cluster.engine, "return_withdrawn", lambda group, _: returned.append(group.key.request_id)
     )
     running = asyncio.create_task(cluster.moves.run())
     await until(lambda: returned, "a return")
