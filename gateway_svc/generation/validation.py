@@ -139,7 +139,7 @@ def check_prompt_length(field: str, num_tokens: int, max_model_len: int) -> None
 
 
 def _context(max_model_len: int) -> str:
-    """In OpenAI's words, by which litellm and other clients recognise the error."""
+    """In OpenAI's words, which clients search the message for."""
     return f"This model's maximum context length is {max_model_len} tokens"
 
 

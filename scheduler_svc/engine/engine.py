@@ -170,7 +170,7 @@ class Engine:
         self.quotas.given(group)
 
     def return_withdrawn(self, group: Group, output_model: bytes) -> None:
-        """Queue a request again that was withdrawn, with this model: no other shard got it."""
+        """Queue a request again that no other shard got. `output_model`: that of its withdrawal."""
         self.live[group.key] = group
         self.quotas.started(group)
         for sequence in group.sequences:

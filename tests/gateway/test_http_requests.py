@@ -168,37 +168,36 @@ async def test_a_client_that_disconnects_ends_its_request(http: Http) -> None:
         assert cancellation.attachment == sent.attachment
 
 
-def reluctant_client(address: str, body: dict[str, Any]) -> socket.socket:
-    """A client that has sent a completion request and reads nothing."""
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    host, _, port = address.rpartition(":")
-    connection.connect((host, int(port)))
+async def begin_reluctantly(
+    http: Http, body: dict[str, Any]
+) -> tuple[HttpServer, socket.socket, scheduler_pb2.Submission]:
+    """A completion of a client that has sent its request and reads nothing."""
+    server = http.stack.gateway.http
+    assert server is not None
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, _, port = server.address.rpartition(":")
+    client.connect((host, int(port)))
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-def shrink_buffer(server: HttpServer) -> None:
-    """The system's, of the only connection, which would hold megabytes of a response."""
+    client.sendall(head.encode() + data)
+    sent = await http.submission()
+    http.stack.scheduler.accept(sent)
+    # The system's buffer would hold megabytes of a response.
     [protocol] = server._server.server_state.connections
     connection = protocol.transport.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return server, client, sent
 
 
 @pytest.mark.parametrize("prompts", ["The", ["The", "A"]], ids=["one prompt", "two prompts"])
 async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
     http: Http, prompts: str | list[str]
 ) -> None:
-    scheduler, server = http.stack.scheduler, http.stack.gateway.http
-    assert server is not None
-    connection = reluctant_client(server.address, {"prompt": prompts, "stream": True})
-    sent = await http.submission()
-    scheduler.accept(sent)
+    scheduler, body = http.stack.scheduler, {"prompt": prompts, "stream": True}
+    server, client, sent = await begin_reluctantly(http, body)
     [x] = http.stack.encode("x")
     detached = asyncio.create_task(scheduler.detachments.get())
-    # How much the buffers of the sockets hold differs.
     at = 0
     while not detached.done():
         scheduler.write(sent, at, [x] * 1000)
@@ -207,19 +206,15 @@ async def test_a_client_that_does_not_read_loses_its_connection_and_resumes(
     detachment = await detached
     assert (detachment.attachment, detachment.client_gone) == (sent.attachment, False)
     await asyncio.wait_for(server.requests.wait_until_idle(), 5)
-    connection.close()
+    client.close()
 
 
 async def test_the_connection_of_a_client_that_takes_nothing_ends(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway_svc.admission.http_connection.TAKING_S", 0.1)
-    server = http.stack.gateway.http
-    assert server is not None
-    connection = reluctant_client(server.address, {"prompt": "The", "stream": True})
-    sent = await http.submission()
-    shrink_buffer(server)
-    http.stack.scheduler.accept(sent)
+    body = {"prompt": "The", "stream": True}
+    server, client, sent = await begin_reluctantly(http, body)
     [x], at = http.stack.encode("x"), 0
     connections = server._server.server_state.connections
     async with asyncio.timeout(30):
@@ -228,33 +223,28 @@ async def test_the_connection_of_a_client_that_takes_nothing_ends(
             at += 1000
             await asyncio.sleep(0.01)
     await asyncio.wait_for(server.requests.wait_until_idle(), 5)
-    connection.close()
+    client.close()
 
 
 async def test_a_client_may_take_a_response_slowly(
     http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that takes several times as long as a client may take nothing."""
-    monkeypatch.setattr("gateway_svc.admission.http_connection.TAKING_S", 0.5)
+    """Longer than a client may take nothing."""
+    monkeypatch.setattr("gateway_svc.admission.http_connection.TAKING_S", 1)
     body = bytes(2**20)
     monkeypatch.setattr("gateway_svc.http.response_writer.orjson.dumps", lambda _: body)
-    server = http.stack.gateway.http
-    assert server is not None
-    connection = reluctant_client(server.address, {"prompt": "The"})
-    sent = await http.submission()
-    shrink_buffer(server)
-    http.stack.scheduler.accept(sent)
+    _, client, sent = await begin_reluctantly(http, {"prompt": "The"})
     http.stack.scheduler.write(sent, 0, http.stack.encode("x"))
     http.stack.scheduler.end(sent, 1)
-    connection.setblocking(False)
+    client.setblocking(False)
     num_read, began_s = 0, time.monotonic()
     while num_read < len(body):
-        data = await asyncio.get_running_loop().sock_recv(connection, 2**20)
+        data = await asyncio.get_running_loop().sock_recv(client, 2**20)
         assert data, f"the connection has ended after {num_read} bytes"
         num_read += len(data)
         await asyncio.sleep(0.01)
     assert time.monotonic() - began_s > 1
-    connection.close()
+    client.close()
 
 
 async def test_a_request_is_cancelled_by_its_id(http: Http) -> None:

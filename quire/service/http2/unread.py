@@ -1,5 +1,5 @@
 """What clients have sent and handlers have not read, or have not sent yet, of all calls of a server
-together."""
+together; and how long a client may send nothing of a request, or take nothing of a response."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
